@@ -1,0 +1,3 @@
+from straightdp.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,210 @@
+"""The front door: one thin command per stage. Heavy imports happen inside the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from straightdp import __version__
+from straightdp.errors import BadInput, BudgetRefused
+
+BAD_INPUT, REFUSED, WRONG = 2, 3, 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 done; 1 a transcript that does not hold; 2 bad input; 3 budget refused."""
+    options = build_parser().parse_args(argv)
+    try:
+        return options.command(options) or 0
+    except BadInput as error:
+        print(f"straightdp: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except BudgetRefused as error:
+        print(f"straightdp: budget refused: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("straightdp: interrupted; go on with --resume", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="straightdp",
+        description="From a private image set and a public one to a release that may be published under one privacy budget.",
+        epilog="Exit codes: 0 done, 1 a transcript does not hold, 2 bad input, 3 budget refused.",
+    )
+    parser.add_argument("--version", action="version", version=f"straightdp {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    demo = commands.add_parser("demo", help="a whole run on built-in data, in minutes, on a CPU")
+    demo.add_argument("--out", type=Path, default=Path("demo-run"))
+    demo.add_argument(
+        "--seed", type=int, default=None, help="of public training and sampling; never of the noise"
+    )
+    _add_settings(demo)
+    demo.set_defaults(command=_demo)
+
+    run = commands.add_parser("run", help="run a recipe from data to release")
+    _add_recipe(run)
+    run.add_argument("--out", type=Path, required=True, help="the run's folder")
+    run.add_argument("--resume", action="store_true", help="go on with an unfinished run; repeats its noise")
+    run.set_defaults(command=_run)
+
+    plan = commands.add_parser("plan", help="resolve, calibrate and certify a recipe; touches no data")
+    _add_recipe(plan)
+    plan.set_defaults(command=_plan)
+
+    replay = commands.add_parser(
+        "replay", help="recompute epsilon from a transcript, or name its first wrong line"
+    )
+    replay.add_argument("path", type=Path, help="a release folder, a run's folder, or a transcript.jsonl")
+    replay.set_defaults(command=_replay)
+
+    sample = commands.add_parser("sample", help="draw more images from a release")
+    sample.add_argument("release", type=Path)
+    sample.add_argument("--n", type=int, required=True)
+    sample.add_argument("--out", type=Path, required=True)
+    sample.add_argument("--seed", type=int, default=1)
+    sample.add_argument("--set", dest="settings", action="append", default=[], metavar="sample.KEY=VALUE")
+    sample.set_defaults(command=_sample)
+
+    for name, text in (
+        ("evaluate", "score a finished run on held-out real records (internal)"),
+        ("report", "write both editions of the report again"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("run", type=Path, help="the run's folder")
+        command.set_defaults(command=_again, stage=name)
+
+    data = commands.add_parser("data", help="fetch or check the standard data sets")
+    actions = data.add_subparsers(metavar="ACTION", required=True)
+    for name in ("get", "check"):
+        action = actions.add_parser(name, help=f"{name} a standard data set")
+        action.add_argument("name")
+        action.set_defaults(command=_data, action=name)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change a recipe value",
+    )
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, nargs="?", help="a recipe.toml; left out, the defaults")
+    parser.add_argument("--private", help="the private set: a folder, a file or a name")
+    parser.add_argument("--public", help="the public set")
+    parser.add_argument("--epsilon", type=float)
+    parser.add_argument("--delta", type=float)
+    _add_settings(parser)
+
+
+def _load_recipe(options: argparse.Namespace):
+    from straightdp import recipe
+
+    named = (
+        ("private.data", options.private and _quoted(options.private)),
+        ("public.data", options.public and _quoted(options.public)),
+        ("privacy.epsilon", options.epsilon),
+        ("privacy.delta", options.delta),
+    )
+    settings = [f"{key}={value}" for key, value in named if value is not None]
+    return recipe.load(options.recipe, tuple(settings + options.settings))
+
+
+def _quoted(text: str) -> str:
+    import json
+
+    return json.dumps(text)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from importlib.resources import as_file, files
+
+    from straightdp import pipeline, recipe
+
+    settings = list(options.settings)
+    if options.seed is not None:
+        settings.append(f"run.seed={options.seed}")
+    with as_file(files("straightdp") / "recipes" / "demo.toml") as path:
+        chosen = recipe.load(path, tuple(settings))
+    _finish(pipeline.run(chosen, options.out))
+
+
+def _run(options: argparse.Namespace) -> None:
+    from straightdp import pipeline
+
+    _finish(pipeline.run(_load_recipe(options), options.out, resume=options.resume))
+
+
+def _finish(folder) -> None:
+    import json
+
+    print(f"\nPublish {folder.release}; keep {folder.private} to yourself.")
+    for score in json.loads(folder.evaluation.read_text())["scores"]:
+        spread = "" if score["std"] is None else f" ± {score['std']:.3f}"
+        print(f"  accuracy on held-out real records, {score['name']}: {score['mean']:.3f}{spread}")
+    print(f"Check it: straightdp replay {folder.release}")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from straightdp.report.plan import describe_plan
+
+    print(describe_plan(_load_recipe(options)))
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from straightdp.audits.replay import replay
+
+    verdict = replay(options.path)
+    print(verdict.text)
+    return 0 if verdict.holds and verdict.releasable else WRONG
+
+
+def _sample(options: argparse.Namespace) -> None:
+    from straightdp import pipeline
+    from straightdp.data import synthetic
+    from straightdp.generator import Generator
+    from straightdp.progress import tracker
+    from straightdp.recipe import load
+
+    if options.n < 1:
+        raise BadInput(f"--n must be at least 1, it is {options.n}")
+    if options.out.exists():
+        raise BadInput(f"{options.out} exists; give another --out")
+    device = pipeline.pick_device("auto")
+    generator = Generator.load(options.release, device)
+    stored = [
+        f"sample.{k}={_quoted(v) if isinstance(v, str) else v}"
+        for k, v in generator.sample.model_dump().items()
+    ]
+    section = load(None, (*stored, *options.settings)).sample
+    y = generator.labels(options.n, device)
+    z = generator.draw(y, section, options.seed, tracker("sample"))
+    synthetic.write(options.out, z, y, generator.conditioning.classes, generator.conditioning.captions)
+    print(f"{options.n} records in {options.out}")
+
+
+def _again(options: argparse.Namespace) -> None:
+    from straightdp import pipeline
+
+    folder = pipeline.again(options.run, options.stage)
+    print(f"{folder.root / 'report.html'} (internal), {folder.release / 'report.html'} (public)")
+
+
+def _data(options: argparse.Namespace) -> None:
+    from straightdp.data import download
+    from straightdp.data.catalogue import data_root
+
+    if options.action == "get":
+        download.get(options.name, data_root())
+    else:
+        for file, status in download.check(options.name, data_root()):
+            print(f"{file}: {status}")

@@ -1,0 +1,89 @@
+"""The sets that have a name: which files they lie in, and what their classes are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from straightdp.data import arrays, folder
+from straightdp.data import labels as label
+from straightdp.data.catalogue import CATALOGUE, data_root
+from straightdp.errors import BadInput
+
+# Relative to the data root; the first that exists is read.
+FILES: dict[str, tuple[str, ...]] = {
+    "mnist:train": ("mnist/train-images-idx3-ubyte.gz",),
+    "mnist:test": ("mnist/t10k-images-idx3-ubyte.gz",),
+    "fashion-mnist:train": ("fashion-mnist/train-images-idx3-ubyte.gz",),
+    "fashion-mnist:test": ("fashion-mnist/t10k-images-idx3-ubyte.gz",),
+    "kmnist:train": ("kmnist/kmnist-train-imgs.npz", "kmnist/train-images-idx3-ubyte.gz"),
+    "kmnist:test": ("kmnist/kmnist-test-imgs.npz", "kmnist/t10k-images-idx3-ubyte.gz"),
+    "kuzushiji-kanji": ("kuzushiji-kanji/kuzushiji-kanji-28.npz",),
+    "flowers102": ("flowers102/flowers102-128.zip",),
+}
+DRAWN = ("digits:train", "digits:test", "letters", "mixture")
+NAMES = (*FILES, *DRAWN)
+
+CLASSES = {
+    "mnist": tuple("0123456789"),
+    "fashion-mnist": ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag",
+                      "ankle boot"),
+    "kmnist": ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
+}  # fmt: skip
+
+
+def locate(name: str) -> Path:
+    """The file a named set lies in, or a refusal that names the folder looked in and the cure."""
+    root = data_root()
+    for file in FILES[name]:
+        if (path := arrays.present(root / file)) is not None:
+            return path
+    plain = name.partition(":")[0]
+    fetch = f"run 'straightdp data get {plain}'" if plain in CATALOGUE else f"put {FILES[name][-1]} there"
+    raise BadInput(
+        f"data set {name} was not found in {root / plain}; {fetch} or set STRAIGHTDP_DATA to the folder "
+        "that has it"
+    )
+
+
+def read_arrays(name: str) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Images (N, H, W, 1), labels (N,) and class names of a named set that lies in an array file."""
+    path = locate(name)
+    images, labels = arrays.read_npz(path) if path.suffix == ".npz" else arrays.read_idx(path)
+    if name == "kuzushiji-kanji":
+        codepoints = arrays.load_npz(path).get("codepoints", np.array([], "U6"))
+        classes = tuple(f"kanji {point}" for point in codepoints.tolist())
+    else:
+        classes = CLASSES[name.partition(":")[0]]
+    if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= len(classes):
+        raise BadInput(
+            f"labels of {path} should lie in 0 to {len(classes) - 1} but do not; "
+            "fetch or write that file again"
+        )
+    return images, labels, classes
+
+
+def relabel(
+    labels: np.ndarray, own: tuple[str, ...], classes: tuple[str, ...] | None, where: Callable[[int], str]
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Positions in a set's own class list to positions in the list asked for, matched by name."""
+    if classes is None:
+        return labels.astype(np.int64), own
+    return label.index([own[y] for y in labels.tolist()], classes, where)
+
+
+def flowers(tree: folder.Tree) -> tuple[folder.Listing, tuple[str, ...]]:
+    """The flowers' listing, each class called by its name (the metadata's text); the names in label order.
+
+    The texts say no more than the names, so the records carry none: captions come from the template.
+    """
+    found = folder.list_records(tree)
+    pairs = set(zip(found.labels, found.texts or (), strict=found.texts is not None))
+    if not len(pairs) == len(set(found.labels)) == len({text for _, text in pairs}):
+        raise BadInput(
+            f"metadata.csv of {tree.where} should hold one text per label; fetch or write that file again"
+        )
+    order = tuple(text for _, text in sorted(pairs, key=lambda pair: label.number_key(pair[0])))
+    return folder.Listing(found.files, found.texts or (), None, found.where), order

@@ -1,0 +1,1 @@
+"""The straight path and everything that walks along it."""

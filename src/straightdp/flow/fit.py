@@ -1,0 +1,87 @@
+"""One optimisation loop for pretraining, distillation and DP-SGD: AdamW, EMA, checkpoints, resume.
+
+Each step's randomness is keyed by its number, and a checkpoint holds all state exactly, so a resumed run ends with
+the same weights to the bit (on the same machine and thread count).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+StepGradients = Callable[[int], None]
+"""Fills `.grad` of every trainable parameter for step k."""
+
+
+def step_generator(seed: int, stage: str, step: int, device: torch.device) -> torch.Generator:
+    """Public randomness of one step. Privacy noise never comes from here."""
+    digest = hashlib.blake2b(f"{seed}|{stage}|{step}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
+
+
+def trainable(net: nn.Module) -> list[nn.Parameter]:
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def fit(
+    net: nn.Module,
+    gradients: StepGradients,
+    *,
+    steps: int,
+    lr: float,
+    ema: float,
+    checkpoint: Path,
+    every: int,
+    track: Callable[[Iterable[int], int, int], Iterable[int]],
+) -> None:
+    """Run `steps` steps and leave the EMA weights in `net`. `track(steps, done, total)` shows progress."""
+    parameters = trainable(net)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    average = [p.detach().clone() for p in parameters]
+    start = _restore(checkpoint, parameters, average, optimizer)
+    for step in track(range(start, steps), start, steps):
+        optimizer.zero_grad(set_to_none=True)
+        gradients(step)
+        optimizer.step()
+        decay = min(ema, (1 + step) / (10 + step))  # a short run is not dominated by its start
+        with torch.no_grad():
+            torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - decay)
+        if (step + 1) % every == 0 and step + 1 < steps:
+            _save(checkpoint, step + 1, parameters, average, optimizer)
+    with torch.no_grad():
+        for parameter, mean in zip(parameters, average, strict=True):
+            parameter.copy_(mean)
+
+
+def _save(path: Path, step: int, parameters: list, average: list, optimizer: torch.optim.Optimizer) -> None:
+    state = {
+        "step": step,
+        "parameters": [p.detach() for p in parameters],
+        "average": average,
+        "optimizer": optimizer.state_dict(),
+    }
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _restore(path: Path, parameters: list, average: list, optimizer: torch.optim.Optimizer) -> int:
+    """Take up the last checkpoint, if there is one. Returns the number of steps already done."""
+    if not path.exists():
+        return 0
+    state = torch.load(path, map_location=parameters[0].device, weights_only=True)
+    with torch.no_grad():
+        for live, stored in zip(
+            [*parameters, *average], [*state["parameters"], *state["average"]], strict=True
+        ):
+            live.copy_(stored)
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])

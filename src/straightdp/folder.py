@@ -1,0 +1,124 @@
+"""A run's folder: where each artefact lies, which stage is done, and who may write."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+from straightdp.errors import BadInput
+from straightdp.recipe import Recipe, load
+
+
+class RunFolder:
+    """`release/` may be published, all of it; `private/` never. Nothing is created before `create`."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.recipe = root / "recipe.toml"
+        self.release = root / "release"
+        self.private = root / "private"
+        self.transcript = self.release / "transcript.jsonl"
+        self.moments = self.release / "moments.safetensors"
+        self.model = self.release / "model.safetensors"
+        self.model_card = self.release / "model.json"
+        self.synthetic = self.release / "synthetic"
+        self.checkpoints = self.private / "checkpoints"
+        self.diagnostics = self.private / "diagnostics.jsonl"
+        self.evaluation = self.private / "evaluation.json"
+        self.fingerprint = self.private / "fingerprint"
+        self.stamps = self.private / "stages.json"
+
+    def check(self, recipe: Recipe, *, resume: bool) -> None:
+        """Refuse a folder that is something else, another recipe's, unfinished without `resume`, or already spent."""
+        if not self.root.exists():
+            return
+        if not self.root.is_dir() or (not self.recipe.exists() and any(self.root.iterdir())):
+            raise BadInput(f"{self.root} exists and is not a run's folder; give another --out")
+        if not self.recipe.exists():
+            return
+        if load(self.recipe).digest() != recipe.digest():
+            raise BadInput(f"{self.root} belongs to another recipe; give another --out, or that recipe")
+        if resume:
+            return
+        if self.transcript.exists() and b'"kind":"totals"' in self.transcript.read_bytes():
+            raise BadInput(
+                f"the budget of {self.root} is already spent; use `straightdp sample`, or give another --out "
+                "(two releases of one private set cost the sum of both)"
+            )
+        raise BadInput(f"{self.root} holds an unfinished run of this recipe; add --resume to go on with it")
+
+    def create(self, recipe: Recipe) -> None:
+        for folder in (self.release, self.private, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.private.chmod(0o700)
+        write_text(self.recipe, recipe.to_toml())
+
+    @contextmanager
+    def lock(self):
+        """One process a folder: two would both spend."""
+        self.private.mkdir(parents=True, exist_ok=True)
+        with open(self.private / "lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise BadInput(f"another process is running {self.root}; wait for it or stop it") from None
+            yield
+
+    def same_data(self, fingerprint: str) -> None:
+        """A resumed run repeats its noise, so its private records must be the same ones."""
+        if self.fingerprint.exists() and self.fingerprint.read_text() != fingerprint:
+            raise BadInput(
+                f"the private records are not those that {self.root} began with; give another --out"
+            )
+        write_text(self.fingerprint, fingerprint)
+
+    def stage(self, name: str, key: str, outputs: list[Path], work: Callable[[], None]) -> bool:
+        """Do a stage unless it was done with this key and its outputs are unchanged. Returns whether it ran."""
+        stamps = self.read_stamps()
+        stamp = stamps.get(name)
+        if stamp and stamp["key"] == key and stamp["outputs"] == self._hashes(outputs):
+            return False
+        start = time.monotonic()
+        work()
+        entry = {"key": key, "outputs": self._hashes(outputs), "seconds": time.monotonic() - start}
+        write_text(self.stamps, json.dumps(self.read_stamps() | {name: entry}, indent=1))
+        return True
+
+    def read_stamps(self) -> dict:
+        return json.loads(self.stamps.read_text()) if self.stamps.exists() else {}
+
+    def _hashes(self, paths: list[Path]) -> dict[str, str | None]:
+        return {str(p.relative_to(self.root)): file_hash(p) if p.exists() else None for p in paths}
+
+
+def file_hash(path: Path) -> str:
+    """sha256 of a file, or of a folder's file names and contents in sorted order."""
+    digest = hashlib.sha256()
+    if path.is_dir():
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            digest.update(f"{file.relative_to(path)}\0{file_hash(file)}\n".encode())
+    else:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

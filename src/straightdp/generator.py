@@ -1,0 +1,117 @@
+"""The released generator: network, captions and how to draw from it. Loads from `release/` alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from straightdp.errors import BadInput
+from straightdp.flow.fit import step_generator
+from straightdp.flow.path import noise_like
+from straightdp.flow.sampler import euler, guided
+from straightdp.moments.field import MomentModel
+from straightdp.nets.captions import Tokenizer
+from straightdp.nets.mmdit import MMDiT
+from straightdp.recipe import Net, Sample
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Captions of the private classes, and the tokenizer that public and private captions share."""
+
+    classes: tuple[str, ...]
+    captions: tuple[str, ...]
+    tokenizer: Tokenizer
+
+    def ids(self, device: torch.device) -> Tensor:
+        """(Y, length)."""
+        return self.tokenizer.encode(self.captions).to(device)
+
+    def null(self, device: torch.device) -> Tensor:
+        """(1, length)."""
+        return self.tokenizer.null().to(device).unsqueeze(0)
+
+
+@dataclass
+class Generator:
+    net: MMDiT
+    conditioning: Conditioning
+    moments: MomentModel | None
+    sample: Sample
+
+    def save(self, weights: Path, card: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.net.state_dict(), weights)
+        tokenizer = self.conditioning.tokenizer
+        body = {
+            "net": self.net.section.model_dump(),
+            "shape": list(self.net.shape),
+            "classes": list(self.conditioning.classes),
+            "captions": list(self.conditioning.captions),
+            "words": list(tokenizer.words),
+            "sample": self.sample.model_dump(),
+        }
+        card.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
+
+    @classmethod
+    def load(cls, release: Path, device: torch.device) -> Generator:
+        from safetensors.torch import load_file
+
+        try:
+            body = json.loads((release / "model.json").read_text(encoding="utf-8"))
+            weights = load_file(release / "model.safetensors")
+            section = Net.model_validate(body["net"])
+            tokenizer = Tokenizer(tuple(body["words"]), section.caption_length, section.vocabulary)
+            conditioning = Conditioning(tuple(body["classes"]), tuple(body["captions"]), tokenizer)
+            net = MMDiT(section, tuple(body["shape"]))
+            net.load_state_dict(weights)
+            sample = Sample.model_validate(body["sample"])
+        except FileNotFoundError as error:
+            raise BadInput(f"{release} is not a release: {Path(error.filename).name} is missing") from None
+        except Exception as error:
+            raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
+        path = release / "moments.safetensors"
+        moments = MomentModel.load(path).to(device) if path.exists() else None
+        return cls(net.to(device).eval(), conditioning, moments, sample)
+
+    def labels(self, n: int, device: torch.device) -> Tensor:
+        """n labels in the released proportions (equal ones without a release), sorted, by largest remainder."""
+        classes = len(self.conditioning.classes)
+        prior = torch.full((classes,), 1 / classes) if self.moments is None else self.moments.prior.cpu()
+        exact = prior.double() / prior.double().sum() * n
+        counts = exact.floor().long()
+        counts[(exact - counts).argsort(descending=True)[: n - int(counts.sum())]] += 1
+        return torch.repeat_interleave(torch.arange(classes), counts).to(device)
+
+    @torch.no_grad()
+    def draw(self, y: Tensor, section: Sample, seed: int, track) -> Tensor:
+        """Records z in [-1, 1] for labels y, (n, C, H, W), on the CPU."""
+        if section.port != "weights" and self.moments is None:
+            raise BadInput(
+                f"sample.port = {section.port!r} needs released moments, and this release has none"
+            )
+        ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
+        starts = list(range(0, len(y), section.batch))
+        pieces = []
+        for k in track(range(len(starts)), 0, len(starts)):
+            part = y[starts[k] : starts[k] + section.batch]
+            generator = step_generator(seed, "sample", k, y.device)
+            pieces.append(self._batch(part, ids, null, section, generator).clamp(-1, 1).cpu())
+        return torch.cat(pieces) if pieces else torch.zeros(0, *self.net.shape)
+
+    def _batch(
+        self, y: Tensor, ids: Tensor, null: Tensor, section: Sample, generator: torch.Generator
+    ) -> Tensor:
+        shape = (len(y), *self.net.shape)
+        if section.port == "release" and self.moments is not None:
+            return self.moments.sample(y, generator).reshape(shape)
+        field = guided(self.net, ids[y], null, section.guidance)
+        if section.port == "guide" and self.moments is not None:
+            start = self.moments.tilted_start(y, section.t0, generator).reshape(shape)
+            return euler(field, start, section.steps, section.t0)
+        return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps)

@@ -1,0 +1,1 @@
+"""Networks: the dual-stream MM-DiT, its frozen caption encoder, and small classifiers."""

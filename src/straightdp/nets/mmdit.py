@@ -1,0 +1,142 @@
+"""The dual-stream MM-DiT: image tokens h and caption tokens e, own weights each, joined by attention in every block.
+
+Every trainable parameter sits in a linear map (norms have no affine part, positions are fixed), so per-record
+gradient norms need no per-record gradients. The caption stream's last block feeds only keys and values, so no
+parameter is without a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from straightdp.nets.captions import CaptionEncoder
+from straightdp.recipe import Net
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Layer norm without parameters, then the time's shift and scale."""
+    x = F.layer_norm(x, x.shape[-1:])
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class Stream(nn.Module):
+    """One modality's half of a block. `keys_only`: it is attended to, but not itself updated."""
+
+    def __init__(self, width: int, mlp_ratio: int, *, keys_only: bool = False):
+        super().__init__()
+        self.keys_only = keys_only
+        self.modulation = nn.Linear(width, (2 if keys_only else 6) * width)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+        self.qkv = nn.Linear(width, (2 if keys_only else 3) * width)
+        if not keys_only:
+            self.out = nn.Linear(width, width)
+            self.mlp_in = nn.Linear(width, mlp_ratio * width)
+            self.mlp_out = nn.Linear(mlp_ratio * width, width)
+
+    def project(self, x: Tensor, condition: Tensor) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        parts = self.modulation(condition).chunk(2 if self.keys_only else 6, dim=-1)
+        qkv = self.qkv(modulate(x, parts[0], parts[1]))
+        return list(qkv.chunk(2 if self.keys_only else 3, dim=-1)), parts
+
+    def update(self, x: Tensor, attended: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+        x = x + parts[2].unsqueeze(1) * self.out(attended)
+        hidden = F.gelu(self.mlp_in(modulate(x, parts[3], parts[4])), approximate="tanh")
+        return x + parts[5].unsqueeze(1) * self.mlp_out(hidden)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, mlp_ratio: int, *, last: bool):
+        super().__init__()
+        self.heads = heads
+        self.image = Stream(width, mlp_ratio)
+        self.caption = Stream(width, mlp_ratio, keys_only=last)
+
+    def forward(self, h: Tensor, e: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        (hq, hk, hv), h_parts = self.image.project(h, condition)
+        e_projected, e_parts = self.caption.project(e, condition)
+        queries = hq if self.caption.keys_only else torch.cat([hq, e_projected[0]], dim=1)
+        keys = torch.cat([hk, e_projected[-2]], dim=1)
+        values = torch.cat([hv, e_projected[-1]], dim=1)
+        attended = self._attend(queries, keys, values)
+        tokens = h.shape[1]
+        h = self.image.update(h, attended[:, :tokens], h_parts)
+        if not self.caption.keys_only:
+            e = self.caption.update(e, attended[:, tokens:], e_parts)
+        return h, e
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def split(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        q, k, v = split(q), split(k), split(v)
+        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class MMDiT(nn.Module):
+    """v_theta(x, t, c) for records of shape (C, H, W); caption ids of shape (n, length)."""
+
+    def __init__(self, section: Net, shape: tuple[int, int, int]):
+        super().__init__()
+        channels, height, width_px = shape
+        self.section, self.shape = section, shape
+        self.grid = (height // section.patch, width_px // section.patch)
+        self.caption_encoder = CaptionEncoder(
+            section.vocabulary, section.caption_length, section.caption_width
+        )
+        width, values = section.width, channels * section.patch**2
+        self.patch_in = nn.Linear(values, width)
+        self.caption_in = nn.Linear(section.caption_width, width)
+        self.time_in = nn.Linear(width, width)
+        self.time_out = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(
+            Block(width, section.heads, section.mlp_ratio, last=k == section.depth - 1)
+            for k in range(section.depth)
+        )
+        self.final_modulation = nn.Linear(width, 2 * width)
+        self.patch_out = nn.Linear(width, values)
+        for layer in (self.final_modulation, self.patch_out):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        self.register_buffer("positions", grid_positions(*self.grid, width), persistent=False)
+
+    def forward(self, x: Tensor, t: Tensor, captions: Tensor) -> Tensor:
+        h = self.patch_in(self._to_patches(x)) + self.positions  # type: ignore[operator]
+        e = self.caption_in(self.caption_encoder(captions))
+        time = waves(t * 1000, self.section.width)
+        condition = F.silu(self.time_out(F.silu(self.time_in(time))))
+        for block in self.blocks:
+            h, e = block(h, e, condition)
+        shift, scale = self.final_modulation(condition).chunk(2, dim=-1)
+        return self._from_patches(self.patch_out(modulate(h, shift, scale)))
+
+    def _to_patches(self, x: Tensor) -> Tensor:
+        p, (rows, columns) = self.section.patch, self.grid
+        x = x.reshape(len(x), self.shape[0], rows, p, columns, p)
+        return x.permute(0, 2, 4, 1, 3, 5).reshape(len(x), rows * columns, -1)
+
+    def _from_patches(self, tokens: Tensor) -> Tensor:
+        p, (rows, columns) = self.section.patch, self.grid
+        x = tokens.reshape(len(tokens), rows, columns, self.shape[0], p, p)
+        return x.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), *self.shape)
+
+
+def waves(position: Tensor, width: int) -> Tensor:
+    """Sinusoidal features of a scalar position, (n,) to (n, width)."""
+    frequencies = torch.exp(
+        -math.log(10_000) * torch.arange(width // 2, device=position.device) / (width // 2)
+    )
+    angles = position.unsqueeze(-1) * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def grid_positions(rows: int, columns: int, width: int) -> Tensor:
+    """Fixed two-dimensional positions, (rows * columns, width): one half tells the row, the other the column."""
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    half = width // 2
+    return torch.cat([waves(y.flatten().float(), half), waves(x.flatten().float(), half)], dim=-1)

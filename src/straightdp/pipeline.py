@@ -1,0 +1,178 @@
+"""The story of a run: pretrain > calibrate > release > distill > plan > train > sample > evaluate > report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from straightdp import stages
+from straightdp.data.captions import from_template
+from straightdp.data.sources import load as load_records
+from straightdp.errors import BadInput
+from straightdp.folder import RunFolder, file_hash
+from straightdp.generator import Conditioning
+from straightdp.moments.field import MomentModel
+from straightdp.moments.release import release_parts
+from straightdp.nets.captions import Tokenizer
+from straightdp.privacy.intake import Intake
+from straightdp.privacy.ledger import Ledger
+from straightdp.privacy.noise import open_noise
+from straightdp.privacy.vault import Vault
+from straightdp.privacy.workload import Certificate, certify
+from straightdp.progress import say
+from straightdp.recipe import Recipe, load
+from straightdp.report.assemble import write_reports
+from straightdp.stages import Inputs
+
+
+def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder:
+    """From two data sets to a release folder. Nothing is written before every input was found sound."""
+    folder = RunFolder(out)
+    folder.check(recipe, resume=resume)
+    certificate = certify(recipe, release_parts(recipe))  # before the first private read
+    inputs = gather(recipe, folder)
+    with folder.lock():
+        folder.create(recipe)
+        folder.same_data(inputs.intake.fingerprint())
+        _spend(inputs, certificate)
+        _use(inputs)
+    return folder
+
+
+def _spend(inputs: Inputs, certificate: Certificate) -> None:
+    """All that touches private records: declared first, then the release and DP-SGD, then the transcript is closed."""
+    folder, recipe = inputs.folder, inputs.recipe
+    pretrained = folder.checkpoints / "pretrained.safetensors"
+    calibration = folder.checkpoints / "calibration.safetensors"
+    distilled = folder.checkpoints / "distilled.safetensors"
+    plan = folder.checkpoints / "plan.json"
+    key = recipe.digest()
+
+    def stage(name: str, outputs: list[Path], work) -> None:
+        say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
+
+    stage("pretrain", [pretrained], lambda: stages.pretrain(inputs, pretrained))
+    stage("calibrate", [calibration], lambda: stages.calibrate(inputs, calibration))
+    ledger, vault = _declare(inputs, certificate)
+    start, moments = pretrained, None
+    if release_parts(recipe):
+        basis = stages.load_basis(calibration)
+        stage(
+            "release", [folder.moments], lambda: stages.release(inputs, basis, vault, ledger, folder.moments)
+        )
+        moments = MomentModel.load(folder.moments)
+        stage("distill", [distilled], lambda: stages.distill(inputs, pretrained, moments, distilled))
+        start = distilled
+    stage("plan", [plan], lambda: stages.plan(inputs, start, plan))
+    outputs = [folder.model, folder.model_card]
+    stage("train", outputs, lambda: stages.dpsgd(inputs, start, plan, vault, moments))
+    if not ledger.closed:
+        released = [path for path in (folder.moments, folder.model) if path.exists()]
+        ledger.close({path.name: file_hash(path) for path in released})
+
+
+def _use(inputs: Inputs) -> None:
+    """Post-processing of what was released: may be repeated with other settings at no cost."""
+    folder, recipe = inputs.folder, inputs.recipe
+    key = _key(recipe.sample.model_dump_json(), file_hash(folder.model), str(recipe.run.seed))
+    folder.stage("sample", key, [folder.synthetic], lambda: stages.sample(inputs))
+    say("sample: done")
+    key = _key(recipe.evaluate.model_dump_json(), file_hash(folder.synthetic))
+    folder.stage("evaluate", key, [folder.evaluation], lambda: stages.evaluate(inputs))
+    say("evaluate: done")
+    write_reports(inputs)
+    say(f"report: {folder.root / 'report.html'}")
+
+
+def again(out: Path, stage: str) -> RunFolder:
+    """Redo `evaluate` or `report` of a finished run."""
+    folder = RunFolder(out)
+    if not folder.recipe.exists():
+        raise BadInput(f"{out} is not a run's folder: recipe.toml is missing")
+    if not folder.model.exists():
+        raise BadInput(f"{out} has not finished training; finish it with `straightdp run --resume`")
+    inputs = gather(load(folder.recipe), folder)
+    with folder.lock():
+        folder.same_data(inputs.intake.fingerprint())
+        if stage == "evaluate":
+            stages.evaluate(inputs)
+        write_reports(inputs)
+    return folder
+
+
+def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
+    """Read and check both data sets. Private records go straight into the intake."""
+    for section in ("private", "public"):
+        if not getattr(recipe, section).data:
+            raise BadInput(
+                f"no {section} data was named; give --{section} or set {section}.data in the recipe"
+            )
+    image = recipe.image
+    public = load_records(recipe.public.data, size=image.size, channels=image.channels)
+    side = public.shape[1]
+    if side % recipe.net.patch:
+        raise BadInput(
+            f"images of {side} pixels do not divide into patches of {recipe.net.patch}; set net.patch"
+        )
+    intake = Intake(recipe, side)
+    private_captions = from_template(recipe.private.caption, intake.classes)
+    public_captions = from_template(recipe.public.caption, public.classes)
+    tokenizer = Tokenizer.from_captions(
+        private_captions + public_captions, recipe.net.caption_length, recipe.net.vocabulary
+    )
+    conditioning = Conditioning(intake.classes, private_captions, tokenizer)
+    return Inputs(
+        recipe, folder, pick_device(recipe.run.device), public, public_captions, conditioning, intake
+    )
+
+
+def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
+    """Open the transcript, declaring the whole workload if that was not done yet, and put the records behind it."""
+    recipe, folder, intake = inputs.recipe, inputs.folder, inputs.intake
+    ledger = Ledger(folder.transcript)
+    noise = open_noise(folder.private, recipe.privacy.pinned_key)
+    if not ledger.certified:
+        ledger.declare(
+            certificate,
+            budget=recipe.privacy.epsilon,
+            noise=noise.label,
+            mode=recipe.privacy.mode,
+            n=intake.n,
+            recipe=recipe.digest(),
+            assumptions=_assumptions(inputs),
+        )
+    return ledger, intake.vault(ledger, noise, folder.diagnostics)
+
+
+def _assumptions(inputs: Inputs) -> list[dict[str, str]]:
+    """Everything treated as public knowledge, and where it came from."""
+    recipe, intake = inputs.recipe, inputs.intake
+    channels, height, width = inputs.public.shape
+    rows = [
+        ("N", str(intake.n), intake.n_source),
+        ("class list", json.dumps(intake.classes, ensure_ascii=False), intake.classes_source),
+        (
+            "image range",
+            f"{channels} x {height} x {width} values in [-1, 1]",
+            "declared; every record is made to fit",
+        ),
+        ("captions", recipe.private.caption, "a public template filled with the class list"),
+        ("public data", f"{len(inputs.public)} records", "taken to hold nothing about private records"),
+        ("one person, one record", "yes", "the unit protected is one record; several by one person add up"),
+    ]
+    return [{"name": name, "value": value, "source": source} for name, value, source in rows]
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput("run.device is cuda but no CUDA device was found; set run.device to cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,0 +1,264 @@
+"""One run as one frozen, validated tree. TOML in, TOML out; an unknown key is an error that names the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from straightdp.errors import BadInput
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Privacy(Section):
+    """The promise. Adjacency is add/remove of one record; `n` is the declared public constant N."""
+
+    epsilon: Annotated[float, Field(gt=0)] = 1.0
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    n: Count | None = Field(
+        None, description="declared N; left out, the count found is declared and listed as assumed public"
+    )
+    mode: Literal["tight", "paper"] = "tight"
+    interval: Annotated[float, Field(gt=0, le=0.01)] = Field(
+        1e-4, description="discretisation of the PLD accountant"
+    )
+    pinned_key: str | None = Field(
+        None, pattern="^[0-9a-f]{64}$", description="tests and experiments only: the run is not releasable"
+    )
+
+
+class Private(Section):
+    data: str = Field("", description="a folder, an .npz, an idx file, or a name such as mnist:train")
+    classes: tuple[str, ...] | None = Field(
+        None, description="the public class list; left out, the one found is assumed public"
+    )
+    caption: str = "a picture of {label}"
+    holdout: str | Share = Field(
+        0.1, description="where held-out records come from: a source, or a fraction set aside"
+    )
+
+
+class Public(Section):
+    data: str = ""
+    caption: str = "a public picture of {label}"
+
+
+class Image(Section):
+    size: Count | None = Field(
+        None, description="side in pixels; images of another size are cropped to a square and resized"
+    )
+    channels: Annotated[int, Field(ge=1, le=4)] = 1
+
+
+class Net(Section):
+    """The dual-stream MM-DiT of the paper's last table."""
+
+    width: Count = 192
+    depth: Count = 6
+    heads: Count = 6
+    patch: Count = 4
+    mlp_ratio: Count = 4
+    caption_width: Count = 64
+    caption_length: Count = 8
+    vocabulary: Count = 256
+
+    @model_validator(mode="after")
+    def _divides(self) -> Net:
+        if self.width % self.heads or self.width % 4:
+            raise ValueError(f"width {self.width} must be a multiple of 4 and of the {self.heads} heads")
+        return self
+
+
+class Pretrain(Section):
+    steps: Steps = 20_000
+    batch: Count = 256
+    lr: Rate = 1e-4
+    ema: Share = 0.999
+    p_uncond: Share = 0.1
+
+
+class Release(Section):
+    """Stage 1. `weight` is its part of the budget; `sigma` fixes its noise multiplier instead."""
+
+    weight: Annotated[float, Field(ge=0)] = 0.28
+    sigma: Rate | None = None
+    features: Count = Field(64, description="p: size of the public PCA basis")
+    covariance: Literal["shared", "residual"] = Field(
+        "residual", description="one covariance for all, or one per class around the released means"
+    )
+    means_share: Fraction = Field(
+        0.25, description="part of the release's privacy that goes to counts and means"
+    )
+    radius_quantile: Fraction = Field(0.5, description="R_feat: this quantile of the public feature norms")
+    residual_quantile: Fraction = Field(
+        0.1, description="radius of the residuals: this quantile of the public ones"
+    )
+    rank: Count = 32
+    floor: Rate = Field(1e-2, description="lambda_0: covariance floor eigenvalue")
+    min_count: Annotated[float, Field(ge=1)] = Field(
+        20.0, description="a class whose released count is below this takes the released global mean"
+    )
+
+
+class Distill(Section):
+    steps: Steps = 3_000
+    batch: Count = 256
+    lr: Rate = 1e-4
+    ema: Share = 0.999
+    tau: Fraction = 0.5
+    replay: Share = Field(0.5, description="part of each batch that replays public images for t > tau")
+    p_uncond: Share = 0.1
+
+
+class DpSgd(Section):
+    """Stage 2. `steps = 0` releases moments alone."""
+
+    weight: Annotated[float, Field(ge=0)] = 0.72
+    sigma: Rate | None = None
+    q: Fraction = Field(0.02, description="Poisson sampling rate")
+    steps: Steps = 2_000
+    draws: Count = Field(4, description="noise multiplicity: (t, xi) draws per record")
+    lr: Rate = 5e-5
+    ema: Share = 0.999
+    p_uncond: Share = 0.1
+    clip: Rate = Field(
+        1.0, description="C: a declared constant, or, with clip_quantile, a factor on the public quantile"
+    )
+    clip_quantile: Share = Field(
+        0.0, description="0: C = clip; else C = clip x this quantile of the public gradient norms"
+    )
+    t_min: Share | None = Field(None, description="DP-SGD trains on t in [t_min, 1]; left out, t_min = tau")
+    micro_batch: Count = Field(256, description="records per fixed-shape micro-batch")
+    checkpoint_every: Count = 50
+
+
+class Sample(Section):
+    n: Count = 10_000
+    steps: Count = 25
+    guidance: Annotated[float, Field(ge=0)] = 1.5
+    port: Literal["weights", "guide", "release"] = Field(
+        "weights",
+        description="draw from the model, from the model started at the tilted marginal, or from the release alone",
+    )
+    t0: Annotated[float, Field(ge=0, lt=1)] = Field(0.2, description="start time of port = 'guide'")
+    batch: Count = 500
+
+
+class Evaluate(Section):
+    probe_steps: Count = 1_500
+    probe_batch: Count = 128
+    seeds: Count = 1
+    real_reference: bool = Field(
+        False, description="also train the probe on the private records themselves; internal edition only"
+    )
+
+
+class Run(Section):
+    seed: int = Field(0, description="drives public training and sampling only, never the privacy noise")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    title: str = "StraightDP release"
+
+
+class Recipe(Section):
+    run: Run = Run()
+    privacy: Privacy = Privacy()
+    private: Private = Private()
+    public: Public = Public()
+    image: Image = Image()
+    net: Net = Net()
+    pretrain: Pretrain = Pretrain()
+    release: Release = Release()
+    distill: Distill = Distill()
+    dpsgd: DpSgd = DpSgd()
+    sample: Sample = Sample()
+    evaluate: Evaluate = Evaluate()
+
+    @model_validator(mode="after")
+    def _spends_something(self) -> Recipe:
+        if self.release.weight == 0 and self.release.sigma is None and self.dpsgd.steps == 0:
+            raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
+        return self
+
+    def digest(self) -> str:
+        """Hash of all that decides what is computed up to the trained model; sampling and evaluation may change later."""
+        tree = self.model_dump(mode="json", exclude={"sample", "evaluate"})
+        tree["run"].pop("title")
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+    def to_toml(self) -> str:
+        import tomli_w
+
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def load(path: str | Path | None, settings: tuple[str, ...] = ()) -> Recipe:
+    """Read a recipe file (or start from the defaults) and apply `section.key=value` settings, later ones winning."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise BadInput(
+                f"recipe {path} could not be read ({error.strerror}); give the path of a TOML file"
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise BadInput(f"recipe {path} is not valid TOML ({error}); mend that line") from None
+    for setting in settings:
+        _apply(tree, setting)
+    return parse(tree)
+
+
+def parse(tree: dict[str, Any]) -> Recipe:
+    _refuse_unknown_keys(tree)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
+        raise BadInput(
+            f"recipe value {where or 'tree'} = {first['input']!r} is not allowed: {first['msg']}"
+        ) from None
+
+
+def _apply(tree: dict[str, Any], setting: str) -> None:
+    dotted, equals, text = setting.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or len(keys) != 2:
+        raise BadInput(f"setting {setting!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    tree.setdefault(keys[0], {})[keys[1]] = value
+
+
+def _refuse_unknown_keys(tree: dict[str, Any]) -> None:
+    sections = Recipe.model_fields
+    for name, body in tree.items():
+        if name not in sections:
+            raise BadInput(f"recipe section [{name}] is not known{_nearest(name, sections)}")
+        if not isinstance(body, dict):
+            raise BadInput(f"recipe key {name} must be a section: write [{name}] and its keys below it")
+        known = sections[name].annotation.model_fields  # type: ignore[union-attr]
+        for key in body:
+            if key not in known:
+                raise BadInput(f"recipe key {name}.{key} is not known{_nearest(key, known)}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"

@@ -1,0 +1,166 @@
+"""From a run's folder to facts, pages and cards. Reads released values and public records; private scores stay inside."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+
+from straightdp import __version__
+from straightdp.data import synthetic
+from straightdp.data.records import to_pixels
+from straightdp.folder import RunFolder, write_text
+from straightdp.moments.field import MomentModel
+from straightdp.privacy.ledger import Ledger
+from straightdp.privacy.workload import alone
+from straightdp.report.cards import dataset_card
+from straightdp.report.facts import (
+    GRADIENT_KEYS,
+    AssumptionFact,
+    ClassPictures,
+    MechanismFact,
+    PrivateFacts,
+    PublicFacts,
+    Score,
+)
+from straightdp.report.page import render
+from straightdp.stages import Inputs
+
+PICTURES = 10
+TIMED = (
+    "pretrain",
+    "calibrate",
+    "distill",
+    "sample",
+)  # times of stages that read private records stay inside
+FILES = {
+    "transcript.jsonl": "every mechanism, declared and executed; recompute epsilon from it",
+    "moments.safetensors": "the released class moments",
+    "model.safetensors": "the generator's weights",
+    "model.json": "the generator's shape, captions and sampling settings",
+    "synthetic": "the synthetic data set: images and metadata.csv",
+}
+
+
+def write_reports(inputs: Inputs) -> None:
+    """Both editions and the data-set card."""
+    folder = inputs.folder
+    public = public_facts(inputs)
+    write_text(folder.release / "README.md", dataset_card(public))
+    write_text(folder.release / "report.html", render(public, None))
+    write_text(folder.root / "report.html", render(public, private_facts(folder)))
+
+
+def public_facts(inputs: Inputs) -> PublicFacts:
+    folder, recipe = inputs.folder, inputs.recipe
+    ledger = Ledger(folder.transcript)
+    header, totals = ledger.find("header"), ledger.find("totals")
+    assert header is not None and totals is not None
+    interval = header["accountant"]["interval"]
+    pinned = header["noise"] != "os"
+    mechanisms = tuple(
+        MechanismFact(
+            part.id,
+            part.what,
+            part.kind,
+            part.sensitivity,
+            part.sigma,
+            part.q,
+            part.count,
+            totals["executed"][part.id],
+            alone(part, header["delta"], interval),
+        )
+        for part in ledger.declared.values()
+    )
+    assumptions = tuple(
+        AssumptionFact(entry["name"], entry["value"], entry["source"])
+        for entry in ledger.entries
+        if entry["kind"] == "assumption"
+    )
+    stamps = folder.read_stamps()
+    pictures = inputs.public.shape[0] in (1, 3)
+    return PublicFacts(
+        title=recipe.run.title,
+        version=__version__,
+        epsilon_budget=header["epsilon"],
+        epsilon=totals["epsilon"],
+        delta=header["delta"],
+        unit=header["unit"],
+        adjacency=header["adjacency"],
+        n=header["n"],
+        mode=header["mode"],
+        accountant=f"privacy loss distributions, interval {interval:g}",
+        releasable=not pinned,
+        why_not="the noise key was pinned, so whoever knows it can remove the noise" if pinned else "",
+        mechanisms=mechanisms,
+        assumptions=assumptions,
+        classes=inputs.conditioning.classes,
+        synthetic=_synthetic_pictures(inputs) if pictures else (),
+        public=_public_pictures(inputs) if pictures else (),
+        moments=_moment_pictures(inputs) if pictures else (),
+        n_synthetic=recipe.sample.n,
+        stages=tuple((name, stamps[name]["seconds"]) for name in TIMED if name in stamps),
+        files=_files(folder),
+    )
+
+
+def private_facts(folder: RunFolder) -> PrivateFacts:
+    """What was computed from private records without noise. The internal edition alone shows it."""
+    body = json.loads(folder.evaluation.read_text())
+    scores = tuple(Score(s["name"], s["mean"], s["std"], s["note"]) for s in body["scores"])
+    return PrivateFacts(scores, _gradient_norms(folder), body["holdout_n"])
+
+
+def _gradient_norms(folder: RunFolder) -> dict[str, list[float]]:
+    """One row a step; a step that a resumed run repeated is taken once."""
+    if not folder.diagnostics.exists():
+        return {}
+    rows = {}
+    for line in folder.diagnostics.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a line that a crash cut off; its step was repeated
+        rows[row["step"]] = row
+    steps = [rows[step] for step in sorted(rows)]
+    return (
+        {key: [np.nan if row[key] is None else row[key] for row in steps] for key in GRADIENT_KEYS}
+        if steps
+        else {}
+    )
+
+
+def _by_class(x: np.ndarray, labels: np.ndarray, names: tuple[str, ...]) -> tuple[ClassPictures, ...]:
+    """The first pictures of each class; x is (n, C, H, W) pixels."""
+    x = np.moveaxis(x, 1, -1)
+    return tuple(ClassPictures(name, x[labels == k][:PICTURES]) for k, name in enumerate(names))
+
+
+def _synthetic_pictures(inputs: Inputs) -> tuple[ClassPictures, ...]:
+    z, y = synthetic.read(inputs.folder.synthetic, inputs.public.shape, inputs.conditioning.classes)
+    return _by_class(to_pixels(z), y.numpy(), inputs.conditioning.classes)
+
+
+def _public_pictures(inputs: Inputs) -> tuple[ClassPictures, ...]:
+    names = inputs.public.classes[: max(10, len(inputs.conditioning.classes))]
+    return _by_class(inputs.public.x, inputs.public.labels, names)
+
+
+def _moment_pictures(inputs: Inputs) -> tuple[ClassPictures, ...]:
+    if not inputs.folder.moments.exists():
+        return ()
+    mu = MomentModel.load(inputs.folder.moments).mu.reshape(-1, *inputs.public.shape)
+    names = inputs.conditioning.classes
+    return _by_class(to_pixels(mu), torch.arange(len(mu)).numpy(), names)
+
+
+def _files(folder: RunFolder) -> tuple[tuple[str, int, str], ...]:
+    rows = []
+    for name, what in FILES.items():
+        path = folder.release / name
+        if path.is_dir():
+            rows.append((name + "/", sum(p.stat().st_size for p in path.rglob("*") if p.is_file()), what))
+        elif path.exists():
+            rows.append((name, path.stat().st_size, what))
+    return tuple(rows)

@@ -1,0 +1,212 @@
+"""One standalone page from the facts. Guarantee: the public edition is rendered without ever seeing private
+facts, and the internal edition is the same page plus elements marked `data-edition="private"`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from straightdp.report import pictures, svg, words
+from straightdp.report.facts import ClassPictures, PrivateFacts, PublicFacts
+from straightdp.report.pictures import Sheet
+
+PICTURE_BYTES = 1_300_000
+MOMENT_BYTES = 400_000
+
+
+def render(public: PublicFacts, private: PrivateFacts | None) -> str:
+    """The page as HTML text that loads and runs nothing; `private=None` gives the public edition."""
+    template = _environment().get_template("report.html")
+    return template.render(
+        f=public,
+        w=words,
+        budget_meter=_budget_meter(public),
+        within_budget=public.epsilon <= public.epsilon_budget,
+        gallery=_gallery(public),
+        moments=_moments(public),
+        stage_bars=_stage_bars(public),
+        private=None if private is None else _private_view(private, public),
+    )
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("straightdp.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _budget_meter(public: PublicFacts) -> Markup:
+    spent, budget = words.cost(public.epsilon), words.number(public.epsilon_budget)
+    return svg.meter(
+        "meter",
+        public.epsilon,
+        public.epsilon_budget,
+        "Privacy budget",
+        f"ε = {spent} of a budget of {budget}.",
+    )
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures by class: with shared labels, rows that pair a class's two sheets; without, two lists."""
+
+    rows: tuple[tuple[str, Sheet | None, Sheet | None], ...]
+    synthetic: tuple[Sheet, ...]
+    public: tuple[Sheet, ...]
+    missing: tuple[str, ...]
+    limits: str
+
+
+def _gallery(public: PublicFacts) -> Gallery:
+    plan = pictures.plan((public.synthetic, public.public), PICTURE_BYTES)
+    made = _sheets(public.synthetic, "synthetic", plan)
+    real = _sheets(public.public, "real public", plan)
+    shown = {one.label for one in public.synthetic if len(one.images)}
+    missing = tuple(label for label in public.classes if label not in shown)
+    limits = _limits(plan, public.synthetic + public.public)
+    by_label = {sheet.label: sheet for sheet in real}
+    if not any(sheet.label in by_label for sheet in made):
+        return Gallery((), made, real, missing, limits)
+    rows = tuple((sheet.label, sheet, by_label.pop(sheet.label, None)) for sheet in made)
+    return Gallery(rows, (), tuple(by_label.values()), missing, limits)
+
+
+def _sheets(group: Sequence[ClassPictures], noun: str, plan: pictures.Plan) -> tuple[Sheet, ...]:
+    sheets = (pictures.sheet(one, noun, plan) for one in group[: plan.classes])
+    return tuple(sheet for sheet in sheets if sheet is not None)
+
+
+def _moments(public: PublicFacts) -> tuple[Sheet, ...]:
+    plan = pictures.plan((public.moments,), MOMENT_BYTES)
+    return _sheets(public.moments, "released mean", plan)
+
+
+def _limits(plan: pictures.Plan, group: Sequence[ClassPictures]) -> str:
+    """What was left out or made smaller to keep the page small, in sentences; empty when all is shown."""
+    said = []
+    if any(len(one.images) > plan.each for one in group):
+        said.append(f"The first {words.plural(plan.each, 'picture', 'pictures')} of each class are shown.")
+    if len({one.label for one in group}) > plan.classes:
+        said.append(f"The first {words.plural(plan.classes, 'class', 'classes')} are shown.")
+    if any(max(one.images.shape[1:3]) > plan.side for one in group if len(one.images)):
+        said.append(f"Pictures are reduced to {plan.side} pixels on the longer side.")
+    return " ".join(said)
+
+
+def _stage_bars(public: PublicFacts) -> Markup | None:
+    """The bars are as coarse as the words beside them, for the reason that `words.duration` gives."""
+    if not public.stages:
+        return None
+    coarse = [(name, float(f"{seconds:.1e}")) for name, seconds in public.stages]
+    rows = [(name, seconds, None, words.duration(seconds)) for name, seconds in coarse]
+    longest = max((seconds for _, seconds in coarse if math.isfinite(seconds)), default=0.0)
+    return svg.bars("stages", rows, longest, "Time per stage", _said(rows))
+
+
+def _private_view(private: PrivateFacts, public: PublicFacts) -> dict[str, Any]:
+    """Everything the private elements of the internal edition show."""
+    return {
+        "facts": private,
+        "headline": private.scores[0] if private.scores else None,
+        "score_bars": _score_bars(private, public),
+        "uncertainty": _uncertainty(private),
+        "panels": _panels(private, public),
+        "run_length": svg.run_length(len(private.gradient_norms.get("step", ()))),
+    }
+
+
+def _score_bars(private: PrivateFacts, public: PublicFacts) -> Markup | None:
+    if not private.scores:
+        return None
+    rows = [(s.name, s.mean, s.std, _score(s.mean, s.std)) for s in private.scores]
+    chance = 1 / len(public.classes) if len(public.classes) > 1 else None
+    reference = None if chance is None else (chance, f"guessing at random: {words.percent(chance)}")
+    desc = _said(rows) + ("" if reference is None else f" {reference[1].capitalize()}.")
+    return svg.bars("scores", rows, 1.0, "Accuracy on held-out real records", desc, reference, lead=True)
+
+
+def _score(mean: float, std: float | None) -> str:
+    return words.percent(mean) if std is None else f"{100 * mean:.1f} ± {100 * std:.1f}{words.NBSP}%"
+
+
+def _uncertainty(private: PrivateFacts) -> str | None:
+    """The headline's binomial standard error in percentage points, from the number of held-out records."""
+    if not private.scores or private.holdout_n < 1:
+        return None
+    p = private.scores[0].mean
+    return f"{100 * math.sqrt(p * (1 - p) / private.holdout_n):.2f}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One line chart and the sentence under it."""
+
+    heading: str
+    chart: Markup
+    caption: str
+
+
+def _panels(private: PrivateFacts, public: PublicFacts) -> tuple[Panel, ...]:
+    g = private.gradient_norms
+    if not g or not len(g["step"]):
+        return ()
+    rates = {m.q for m in public.mechanisms if m.q is not None}
+    expected = rates.pop() * public.n if len(rates) == 1 else None
+    norms = "Gradient norm before clipping"
+    clip = "Fraction of records clipped"
+    batch = "Records in the batch"
+    size = "How many records each step drew."
+    if expected is not None:
+        size += f" The dashed line is the sampling rate times N, {words.number(expected)}."
+    return (
+        Panel(
+            norms,
+            svg.lines("norms", g["step"], g["q50"], norms, _range("Median", g["q50"]), (g["q10"], g["q90"])),
+            "The line is the median over records, the band runs from the 10 % to the 90 % quantile.",
+        ),
+        Panel(
+            clip,
+            svg.lines(
+                "clip",
+                g["step"],
+                g["clip_fraction"],
+                clip,
+                _range("Fraction", g["clip_fraction"]),
+                maximum=1.0,
+            ),
+            "1 means that every record's gradient was shortened to the clipping norm.",
+        ),
+        Panel(
+            batch,
+            svg.lines("batch", g["step"], g["batch"], batch, _range("Size", g["batch"]), reference=expected),
+            size,
+        ),
+    )
+
+
+def _range(name: str, values: Sequence[float]) -> str:
+    """Smallest, middle and largest finite value, for those who do not see the chart."""
+    array = np.asarray(values, dtype=np.float64)
+    array = array[np.isfinite(array)]
+    if not len(array):
+        return f"{name}: no finite value in {words.plural(len(values), 'step', 'steps')}."
+    low, middle, high = (words.number(float(x)) for x in (array.min(), np.median(array), array.max()))
+    return (
+        f"{name} over {words.plural(len(values), 'step', 'steps')}: from {low} to {high}, typically {middle}."
+    )
+
+
+def _said(rows: Sequence[tuple[str, float, float | None, str]]) -> str:
+    return "; ".join(f"{name}: {text}" for name, _, _, text in rows) + "."

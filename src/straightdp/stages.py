@@ -1,0 +1,238 @@
+"""The stations of a run. Each takes what earlier ones left, does one thing, and writes its artefact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from straightdp.data import synthetic
+from straightdp.data.records import Records
+from straightdp.dpsgd.trainer import public_clip, train
+from straightdp.flow.fit import fit, step_generator
+from straightdp.flow.loss import squared_error
+from straightdp.flow.path import interpolate, noise_like, uniform_times, velocity
+from straightdp.folder import RunFolder, write_text
+from straightdp.generator import Conditioning, Generator
+from straightdp.metrics.probe import fit_probe
+from straightdp.moments.basis import Basis, fit_basis
+from straightdp.moments.distill import distill_loss
+from straightdp.moments.field import MomentModel
+from straightdp.moments.release import run_release
+from straightdp.nets.mmdit import MMDiT
+from straightdp.privacy.intake import Intake
+from straightdp.privacy.ledger import Ledger
+from straightdp.privacy.vault import Vault
+from straightdp.progress import tracker
+from straightdp.recipe import Recipe
+
+
+@dataclass
+class Inputs:
+    """What every stage may use. Private records are behind `intake` and `vault`, which give out none."""
+
+    recipe: Recipe
+    folder: RunFolder
+    device: torch.device
+    public: Records
+    public_captions: tuple[str, ...]  # one a public class
+    conditioning: Conditioning
+    intake: Intake
+    _public_z: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def public_z(self) -> Tensor:
+        """Public records on the device, kept there."""
+        if self._public_z is None:
+            self._public_z = self.public.z().to(self.device)
+        return self._public_z
+
+    def new_net(self) -> MMDiT:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.run.seed)
+            return MMDiT(self.recipe.net, self.public.shape).to(self.device)
+
+    def load_net(self, path: Path) -> MMDiT:
+        from safetensors.torch import load_file
+
+        net = self.new_net()
+        net.load_state_dict(load_file(path))
+        return net
+
+    def mixed_precision(self):
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
+
+
+def save_net(net: MMDiT, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(net.state_dict(), path)
+
+
+def pretrain(inputs: Inputs, out: Path) -> None:
+    """Flow matching, equation (1), on public images under captions of their own."""
+    section, device = inputs.recipe.pretrain, inputs.device
+    net, z = inputs.new_net(), inputs.public_z
+    labels = torch.from_numpy(inputs.public.labels).to(device)
+    ids = inputs.conditioning.tokenizer.encode(inputs.public_captions).to(device)
+    null = inputs.conditioning.null(device)
+
+    def gradients(step: int) -> None:
+        generator = step_generator(inputs.recipe.run.seed, "pretrain", step, device)
+        rows = torch.randint(len(z), (section.batch,), generator=generator, device=device)
+        t = uniform_times(section.batch, 0.0, 1.0, generator, device)
+        xi = noise_like(z[rows], generator)
+        dropped = torch.rand(section.batch, generator=generator, device=device) < section.p_uncond
+        captions = torch.where(dropped[:, None], null, ids[labels[rows]])
+        with inputs.mixed_precision():
+            prediction = net(interpolate(z[rows], xi, t), t, captions)
+        squared_error(prediction.float(), velocity(z[rows], xi)).mean().backward()
+
+    _fit(inputs, net, gradients, "pretrain", section)
+    save_net(net, out)
+
+
+def _fit(inputs: Inputs, net: MMDiT, gradients, name: str, section) -> None:
+    fit(
+        net,
+        gradients,
+        steps=section.steps,
+        lr=section.lr,
+        ema=section.ema,
+        checkpoint=inputs.folder.checkpoints / f"{name}.pt",
+        every=max(50, section.steps // 20),
+        track=tracker(name),
+    )
+
+
+def calibrate(inputs: Inputs, out: Path) -> None:
+    """Every public calibration of the release: PCA basis and radii."""
+    from safetensors.torch import save_file
+
+    basis = fit_basis(inputs.public.z(), torch.from_numpy(inputs.public.labels), inputs.recipe.release)
+    radii = {k: repr(getattr(basis, k)) for k in RADII}
+    save_file({"mean": basis.mean, "P": basis.P}, out, metadata=radii)
+
+
+RADII = ("radius", "residual_radius", "widest_residual", "image_radius")
+
+
+def load_basis(path: Path) -> Basis:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        radii = {k: float(file.metadata()[k]) for k in RADII}
+        return Basis(file.get_tensor("mean"), file.get_tensor("P"), **radii)
+
+
+def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Path) -> None:
+    """Stage 1: the declared moment mechanisms, once each."""
+    stds = {part.id: part.sigma * part.sensitivity for part in ledger.declared.values()}
+    run_release(inputs.recipe, basis, vault, stds).save(out)
+
+
+def distill(inputs: Inputs, start: Path, moments: MomentModel, out: Path) -> None:
+    """The released analytic field into the pretrained weights."""
+    section, device = inputs.recipe.distill, inputs.device
+    net, moments = inputs.load_net(start), moments.to(device)
+    ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)
+
+    def gradients(step: int) -> None:
+        generator = step_generator(inputs.recipe.run.seed, "distill", step, device)
+        with inputs.mixed_precision():
+            loss = distill_loss(net, moments, inputs.public_z, ids, null, section, generator)
+        loss.backward()
+
+    _fit(inputs, net, gradients, "distill", section)
+    save_net(net, out)
+
+
+def plan(inputs: Inputs, start: Path, out: Path) -> None:
+    """The clip and the time range of DP-SGD, from public records and released weights alone."""
+    section, device = inputs.recipe.dpsgd, inputs.device
+    t_min = inputs.recipe.distill.tau if section.t_min is None else section.t_min
+    generator = step_generator(inputs.recipe.run.seed, "plan", 0, device)
+    rows = torch.randperm(len(inputs.public), generator=torch.Generator().manual_seed(0))[:1024]
+    ids = inputs.conditioning.ids(device)
+    captions = ids[torch.randint(len(ids), (len(rows),), generator=generator, device=device)]
+    z = inputs.public_z[rows.to(device)]
+    net = inputs.load_net(start)
+    clip = public_clip(net, z, captions, inputs.conditioning.null(device), section, t_min, generator)
+    write_text(out, json.dumps({"clip": clip, "t_min": t_min}))
+
+
+def dpsgd(
+    inputs: Inputs, start: Path, plan_file: Path, vault: Vault | None, moments: MomentModel | None
+) -> None:
+    """Stage 2: the declared steps, if there are any; then the generator is written to `release/`."""
+    net = inputs.load_net(start)
+    if inputs.recipe.dpsgd.steps and vault is not None:
+        chosen = json.loads(plan_file.read_text())
+        train(
+            net,
+            vault,
+            inputs.conditioning.ids(inputs.device),
+            inputs.conditioning.null(inputs.device),
+            inputs.recipe.dpsgd,
+            clip=chosen["clip"],
+            t_min=chosen["t_min"],
+            checkpoint=inputs.folder.checkpoints / "dpsgd.pt",
+            track=tracker("dpsgd"),
+        )
+    generator = Generator(net, inputs.conditioning, moments, inputs.recipe.sample)
+    generator.save(inputs.folder.model, inputs.folder.model_card)
+
+
+def sample(inputs: Inputs) -> None:
+    """The synthetic data set, drawn from `release/` alone."""
+    generator = Generator.load(inputs.folder.release, inputs.device)
+    section = inputs.recipe.sample
+    y = generator.labels(section.n, inputs.device)
+    z = generator.draw(y, section, inputs.recipe.run.seed, tracker("sample"))
+    conditioning = generator.conditioning
+    synthetic.write(inputs.folder.synthetic, z, y, conditioning.classes, conditioning.captions)
+
+
+def evaluate(inputs: Inputs) -> None:
+    """Accuracy on held-out real records, beside its references. Without noise: to `private/` only."""
+    recipe, device, intake = inputs.recipe, inputs.device, inputs.intake
+    classes = len(intake.classes)
+    scores: list[dict] = []
+
+    def score(name: str, note: str, run) -> None:
+        values = [run(seed) for seed in range(recipe.evaluate.seeds)]
+        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        scores.append(
+            {"name": name, "mean": float(np.mean(values)), "std": std, "note": note, "values": values}
+        )
+
+    if intake.holdout_n and inputs.public.shape[0] in (1, 3) and min(inputs.public.shape[1:]) >= 8:
+        z, y = synthetic.read(inputs.folder.synthetic, inputs.public.shape, intake.classes)
+
+        def probe(z: Tensor, y: Tensor, seed: int) -> float:
+            return intake.accuracy(fit_probe(z, y, classes, recipe.evaluate, seed, device))
+
+        score("synthetic data", f"{len(z)} images of this release", lambda s: probe(z, y, s))
+        if inputs.folder.moments.exists() and recipe.sample.port != "release":
+            moments = MomentModel.load(inputs.folder.moments)
+
+            def release_alone(seed: int) -> float:
+                draw = moments.sample(y, torch.Generator().manual_seed(seed)).clamp(-1, 1)
+                return probe(draw.reshape(z.shape), y, seed)
+
+            score("released moments alone", "Gaussian draws of the release, no network", release_alone)
+        if recipe.evaluate.real_reference:
+            score(
+                "real private data",
+                "the probe trained on the private records themselves; not private",
+                lambda s: intake.real_accuracy(
+                    lambda a, b: fit_probe(a, b, classes, recipe.evaluate, s, device)
+                ),
+            )
+        scores.append({"name": "chance", "mean": 1 / classes, "std": None, "note": "a guess", "values": []})
+    body = {"holdout_n": intake.holdout_n, "scores": scores}
+    write_text(inputs.folder.evaluation, json.dumps(body, indent=1))

@@ -1,0 +1,223 @@
+"""Named sets, the two demo sets, the toy mixture, and captions."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from straightdp.data import builtin, catalogue, demo, download, mixture
+from straightdp.data.captions import from_template
+from straightdp.data.sources import load
+from straightdp.errors import BadInput
+
+BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = Path(os.environ.get("STRAIGHTDP_DATA") or BESIDE)
+
+
+@pytest.fixture
+def data(monkeypatch):
+    if not (DATA / "mnist").is_dir():
+        pytest.skip("the data sets are not here: set STRAIGHTDP_DATA to the folder that has them")
+    monkeypatch.setenv("STRAIGHTDP_DATA", str(DATA))
+    return DATA
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "classes"),
+    [("mnist:train", 60_000, 10), ("mnist:test", 10_000, 10), ("fashion-mnist:train", 60_000, 10),
+     ("fashion-mnist:test", 10_000, 10), ("kmnist:test", 10_000, 10), ("kuzushiji-kanji", 46_899, 64)],
+)  # fmt: skip
+def test_named_sets_have_their_published_shape(data, name, n, classes):
+    records = load(name, size=None, channels=1)
+    assert records.x.shape == (n, 1, 28, 28)
+    assert records.x.dtype == np.uint8
+    assert len(records.classes) == len(set(records.classes)) == classes
+    assert np.array_equal(np.unique(records.labels), np.arange(classes))
+
+
+def test_mnist_begins_as_everybody_knows(data):
+    records = load("mnist:train", size=None, channels=1)
+    assert records.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert records.x.mean() / 255 == pytest.approx(0.1307, abs=1e-4)
+    assert records.x.std() / 255 == pytest.approx(0.3081, abs=1e-4)
+
+
+def test_a_class_list_reorders_a_named_set(data):
+    names = load("kmnist:test", size=None, channels=1).classes
+    plain, turned = (load("kmnist:test", size=None, channels=1, classes=c) for c in (names, names[::-1]))
+    assert np.array_equal(turned.labels, 9 - plain.labels)
+    with pytest.raises(BadInput, match="record 0 of kmnist:test has label 'su', which is not in"):
+        load("kmnist:test", size=None, channels=1, classes=("o", "ki"))
+
+
+def test_kanji_are_named_by_their_code_points(data):
+    assert load("kuzushiji-kanji", size=None, channels=1).classes[0] == "kanji U+4E00"
+
+
+def test_flowers_are_called_by_their_names_in_label_order(data):
+    records = load("flowers102", size=8, channels=3)
+    assert records.x.shape == (8189, 3, 8, 8)
+    assert records.classes[:2] == ("pink primrose", "hard-leaved pocket orchid")
+    assert len(set(records.classes)) == 102
+    assert records.texts is None
+    assert np.all(np.diff(records.labels) >= 0)
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_the_catalogue_agrees_with_the_files_that_are_here(data, name):
+    assert {status for _, status in download.check(name, data)} == {"ok"}
+
+
+def test_the_catalogue_agrees_with_the_kmnist_test_split(data):
+    status = dict(download.check("kmnist", data))
+    assert status["kmnist-test-imgs.npz"] == status["kmnist-test-labels.npz"] == "ok"
+
+
+@pytest.mark.parametrize("name", list(builtin.FILES))
+def test_a_missing_set_says_where_it_was_sought_and_how_to_get_it(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("STRAIGHTDP_DATA", str(tmp_path))
+    with pytest.raises(BadInput) as caught:
+        load(name, size=None, channels=1)
+    message, plain = str(caught.value), name.partition(":")[0]
+    assert str(tmp_path / plain) in message
+    assert "STRAIGHTDP_DATA" in message
+    assert (f"straightdp data get {plain}" in message) == (plain in catalogue.CATALOGUE)
+
+
+def test_the_data_root_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRAIGHTDP_DATA", str(tmp_path / "here"))
+    assert catalogue.data_root() == tmp_path / "here"
+    monkeypatch.setenv("STRAIGHTDP_DATA", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert catalogue.data_root() == tmp_path / "cache" / "straightdp"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert catalogue.data_root() == tmp_path / ".cache" / "straightdp"
+
+
+def test_a_named_set_with_impossible_labels_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRAIGHTDP_DATA", str(tmp_path))
+    (tmp_path / "kmnist").mkdir()
+    np.savez(tmp_path / "kmnist" / "kmnist-train-imgs.npz", np.zeros((2, 4, 4), np.uint8))
+    np.savez(tmp_path / "kmnist" / "kmnist-train-labels.npz", np.array([0, 10]))
+    with pytest.raises(BadInput, match="should lie in 0 to 9 but do not"):
+        load("kmnist:train", size=None, channels=1)
+    np.savez(tmp_path / "kmnist" / "kmnist-train-labels.npz", np.array([0, 9]))
+    assert load("kmnist:train", size=None, channels=1).labels.tolist() == [0, 9]
+
+
+def test_digits_are_all_there_once_and_held_out_evenly():
+    from sklearn.datasets import load_digits
+
+    train, test = load("digits:train", size=None, channels=1), load("digits:test", size=None, channels=1)
+    assert (len(train), len(test)) == (1347, 450)
+    values, labels = load_digits(return_X_y=True)
+    everything = sorted(
+        zip(np.rint(values * 255 / 16).astype(np.uint8).tolist(), labels.tolist(), strict=True)
+    )
+    parts = [
+        (x.ravel().tolist(), y) for r in (train, test) for x, y in zip(r.x, r.labels.tolist(), strict=True)
+    ]
+    assert sorted(parts) == everything
+    share = np.bincount(test.labels) - np.bincount(labels) * 450 / 1797
+    assert np.abs(share).max() <= 1
+    assert train.x.max() == 255
+    assert train.classes == tuple("0123456789")
+    with pytest.raises(BadInput, match="digits:train or digits:test"):
+        demo.digits("valid")
+
+
+def test_letters_repeat_by_seed_and_resemble_the_digits():
+    a, b, c = demo.letters(400, seed=1), demo.letters(400, seed=1), demo.letters(400, seed=2)
+    assert np.array_equal(a.x, b.x)
+    assert np.array_equal(a.labels, b.labels)
+    assert not np.array_equal(a.x, c.x)
+    assert a.classes == tuple("abcdefghijklmnopqrstuvwxyz")
+    assert a.x.shape == (400, 1, 8, 8)
+    digits = demo.digits("train").x / 255
+    ink = a.x / 255
+    assert ink.mean() == pytest.approx(digits.mean(), rel=0.15)
+    assert ink.std() == pytest.approx(digits.std(), rel=0.15)
+    assert (a.x.max(axis=(1, 2, 3)) > 128).all()
+    assert np.corrcoef(ink.mean(axis=(0, 1, 2)), digits.mean(axis=(0, 1, 2)))[0, 1] > 0.9
+    filled = (a.x[:, 0].max(axis=2) > 32).sum(axis=1)
+    assert (filled >= 7).mean() > 0.9
+
+
+def test_letters_can_be_told_apart():
+    """A linear classifier reads unseen letters far better than one in 26: labels belong to pictures."""
+    from sklearn.linear_model import RidgeClassifier
+
+    records = demo.letters(2_000, seed=3)
+    x = records.x.reshape(len(records), -1) / 255
+    score = RidgeClassifier().fit(x[:1500], records.labels[:1500]).score(x[1500:], records.labels[1500:])
+    assert score > 0.3
+
+
+def test_demo_sets_load_at_any_size_and_in_colour(monkeypatch):
+    monkeypatch.setattr(demo.letters, "__defaults__", (50, 0, demo.SIDE))
+    for size in (None, 8, 12, 28):
+        assert load("letters", size=size, channels=3).x.shape == (50, 3, size or 8, size or 8)
+    assert load("digits:test", size=16, channels=1).x.shape == (450, 1, 16, 16)
+
+
+def test_the_mixture_has_the_moments_it_claims():
+    records = mixture.sample(40_000, seed=5)
+    means, covariances = mixture.truth()
+    x = records.x.reshape(-1, 2).astype(float)
+    for mode in range(mixture.MODES):
+        own = x[records.labels == mode]
+        assert len(own) == pytest.approx(5_000, abs=5 * np.sqrt(40_000 * 7 / 64))
+        root = np.linalg.cholesky(covariances[mode])
+        white = np.linalg.solve(root, (own - means[mode]).T).T
+        assert np.abs(white.mean(axis=0)).max() < 5 / np.sqrt(len(own))
+        assert np.abs(white.T @ white / len(own) - np.eye(2)).max() < 5 * np.sqrt(2 / len(own))
+        wrong = white * np.sqrt(1.5)
+        assert np.abs(wrong.T @ wrong / len(own) - np.eye(2)).max() > 5 * np.sqrt(2 / len(own))
+
+
+def test_the_mixture_loads_as_two_numbers():
+    records = load("mixture", size=None, channels=2)
+    assert records.x.shape == (len(records), 2, 1, 1)
+    assert records.x.dtype == np.float32
+    assert np.abs(records.x).max() < 1
+    assert np.array_equal(records.x, load("mixture", size=1, channels=2).x)
+    assert np.array_equal(records.z().numpy(), records.x)
+    with pytest.raises(BadInput, match=r"image\.channels=2"):
+        load("mixture", size=None, channels=1)
+
+
+def test_captions_fill_the_template_once_per_class():
+    classes = ("cat", "{dog}")
+    assert from_template("a picture of {label}", classes) == ("a picture of cat", "a picture of {dog}")
+    assert from_template("{{x}} {label}, {label}", ("a",)) == ("{x} a, a",)
+    assert from_template("{label}", ()) == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("a picture", "has no {label}"),
+        ("a picture of {{label}}", "has no {label}"),
+        ("{label} in {place}", "'place'"),
+        ("{}", "field other than"),
+        ("{label.upper}", "field other than"),
+        ("{label[0]}", "field other than"),
+        ("{label!r}", "field other than"),
+        ("{label:>9}", "field other than"),
+        ("{label:{width}}", "field other than"),
+        ("{label", "not well formed"),
+        ("label}", "not well formed"),
+    ],
+)
+def test_bad_templates_are_refused(template, expected):
+    with pytest.raises(BadInput) as caught:
+        from_template(template, ("cat", "dog"))
+    assert expected in str(caught.value)
+    assert "a picture of {label}" in str(caught.value)
+
+
+def test_captions_must_differ():
+    with pytest.raises(BadInput, match="'a cat' would stand for more than one class"):
+        from_template("a {label}", ("cat", "dog", "cat"))
