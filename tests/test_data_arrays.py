@@ -109,9 +109,7 @@ def test_npz_round_trip_in_every_layout(tmp_path, layout):
     assert np.array_equal(records.labels, labels)
 
 
-@pytest.mark.parametrize(
-    ("images", "labels"), [("k-imgs", "k-labels"), ("k-images", "k-labels"), ("k", "k-labels")]
-)
+@pytest.mark.parametrize(("images", "labels"), [("k-imgs", "k-labels"), ("k-images", "k-labels"), ("k", "k-labels")])
 def test_npz_with_labels_in_a_second_file(tmp_path, images, labels):
     x, y = pictures(), np.arange(12) % 2
     np.savez(tmp_path / f"{images}.npz", x)

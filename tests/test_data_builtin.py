@@ -113,12 +113,8 @@ def test_digits_are_all_there_once_and_held_out_evenly():
     train, test = load("digits:train", size=None, channels=1), load("digits:test", size=None, channels=1)
     assert (len(train), len(test)) == (1347, 450)
     values, labels = load_digits(return_X_y=True)
-    everything = sorted(
-        zip(np.rint(values * 255 / 16).astype(np.uint8).tolist(), labels.tolist(), strict=True)
-    )
-    parts = [
-        (x.ravel().tolist(), y) for r in (train, test) for x, y in zip(r.x, r.labels.tolist(), strict=True)
-    ]
+    everything = sorted(zip(np.rint(values * 255 / 16).astype(np.uint8).tolist(), labels.tolist(), strict=True))
+    parts = [(x.ravel().tolist(), y) for r in (train, test) for x, y in zip(r.x, r.labels.tolist(), strict=True)]
     assert sorted(parts) == everything
     share = np.bincount(test.labels) - np.bincount(labels) * 450 / 1797
     assert np.abs(share).max() <= 1

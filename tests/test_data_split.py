@@ -49,9 +49,7 @@ def test_a_larger_fraction_only_adds(rows, a, b):
 
 def some(n=4_000) -> Records:
     rng = np.random.default_rng(0)
-    return Records(
-        rng.integers(0, 256, size=(n, 1, 3, 3), dtype=np.uint8), rng.integers(0, 3, size=n), CLASSES
-    )
+    return Records(rng.integers(0, 256, size=(n, 1, 3, 3), dtype=np.uint8), rng.integers(0, 3, size=n), CLASSES)
 
 
 def test_the_edges_and_the_share():

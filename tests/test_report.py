@@ -38,9 +38,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 
-def pictures(
-    n_classes: int, n: int, side: int = 28, channels: int = 1, seed: int = 0
-) -> tuple[ClassPictures, ...]:
+def pictures(n_classes: int, n: int, side: int = 28, channels: int = 1, seed: int = 0) -> tuple[ClassPictures, ...]:
     """Uniform noise: the worst case for a PNG."""
     draw = np.random.default_rng(seed).integers(0, 256, (n_classes, n, side, side, channels), dtype=np.uint8)
     return tuple(ClassPictures(f"class {i}", images) for i, images in enumerate(draw))
@@ -313,12 +311,8 @@ NAN = {key: [math.nan, 1.0, math.nan] for key in ("q10", "q50", "q90", "clip_fra
         None,
         PrivateFacts(),
         private_facts(1),
-        PrivateFacts(
-            (Score("a", 0.0, 0.0, ""),), {key: [] for key in private_facts(0).gradient_norms}, 0, ()
-        ),
-        PrivateFacts(
-            (Score("a" * 300, 1.0, 0.5, ""),), {"step": [0, 1, 2], "batch": [0, 3, 0], **NAN}, 5, ("note",)
-        ),
+        PrivateFacts((Score("a", 0.0, 0.0, ""),), {key: [] for key in private_facts(0).gradient_norms}, 0, ()),
+        PrivateFacts((Score("a" * 300, 1.0, 0.5, ""),), {"step": [0, 1, 2], "batch": [0, 3, 0], **NAN}, 5, ("note",)),
     ],
 )
 def test_odd_facts_still_make_a_page(public, private):
@@ -461,8 +455,7 @@ def test_card_text_cannot_break_out_of_its_place():
 
 def luminance(colour: str) -> float:
     linear = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-        for c in np.array(list(bytes.fromhex(colour))) / 255
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in np.array(list(bytes.fromhex(colour))) / 255
     ]
     return float(np.dot([0.2126, 0.7152, 0.0722], linear))
 
@@ -470,9 +463,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_text_contrast_is_aa_in_both_schemes(scheme):
     css = (files("straightdp.report") / "templates" / "report.css").read_text(encoding="utf-8")
-    palette = dict(
-        re.findall(r"--([a-z-]+): #([0-9a-f]{6});", re.findall(r":root \{(.*?)\}", css, re.S)[scheme])
-    )
+    palette = dict(re.findall(r"--([a-z-]+): #([0-9a-f]{6});", re.findall(r":root \{(.*?)\}", css, re.S)[scheme]))
     grounds = ("paper", "card", "inside-ground", "good-ground", "bad-ground")
     pairs = [(text, ground) for text in ("ink", "soft") for ground in grounds]
     pairs += [
@@ -527,9 +518,7 @@ def test_browser_shows_the_page_without_console_errors(tmp_path):
     assert console == ""
     assert dom.count("<svg") == 6
     assert dom.count("<img") == 9
-    assert [tag for tag, _ in Tree(dom).tags] == [tag for tag, _ in Tree(page).tags], (
-        "the browser mended the page"
-    )
+    assert [tag for tag, _ in Tree(dom).tags] == [tag for tag, _ in Tree(page).tags], "the browser mended the page"
 
 
 @needs_chromium

@@ -39,9 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="a whole run on built-in data, in minutes, on a CPU")
     demo.add_argument("--out", type=Path, default=Path("demo-run"))
-    demo.add_argument(
-        "--seed", type=int, default=None, help="of public training and sampling; never of the noise"
-    )
+    demo.add_argument("--seed", type=int, default=None, help="of public training and sampling; never of the noise")
     _add_settings(demo)
     demo.set_defaults(command=_demo)
 
@@ -55,9 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(plan)
     plan.set_defaults(command=_plan)
 
-    replay = commands.add_parser(
-        "replay", help="recompute epsilon from a transcript, or name its first wrong line"
-    )
+    replay = commands.add_parser("replay", help="recompute epsilon from a transcript, or name its first wrong line")
     replay.add_argument("path", type=Path, help="a release folder, a run's folder, or a transcript.jsonl")
     replay.set_defaults(command=_replay)
 
@@ -181,10 +177,7 @@ def _sample(options: argparse.Namespace) -> None:
         raise BadInput(f"{options.out} exists; give another --out")
     device = pipeline.pick_device("auto")
     generator = Generator.load(options.release, device)
-    stored = [
-        f"sample.{k}={_quoted(v) if isinstance(v, str) else v}"
-        for k, v in generator.sample.model_dump().items()
-    ]
+    stored = [f"sample.{k}={_quoted(v) if isinstance(v, str) else v}" for k, v in generator.sample.model_dump().items()]
     section = load(None, (*stored, *options.settings)).sample
     y = generator.labels(options.n, device)
     z = generator.draw(y, section, options.seed, tracker("sample"))

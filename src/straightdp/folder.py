@@ -73,9 +73,7 @@ class RunFolder:
     def same_data(self, fingerprint: str) -> None:
         """A resumed run repeats its noise, so its private records must be the same ones."""
         if self.fingerprint.exists() and self.fingerprint.read_text() != fingerprint:
-            raise BadInput(
-                f"the private records are not those that {self.root} began with; give another --out"
-            )
+            raise BadInput(f"the private records are not those that {self.root} began with; give another --out")
         write_text(self.fingerprint, fingerprint)
 
     def stage(self, name: str, key: str, outputs: list[Path], work: Callable[[], None]) -> bool:

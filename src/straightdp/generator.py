@@ -92,9 +92,7 @@ class Generator:
     def draw(self, y: Tensor, section: Sample, seed: int, track) -> Tensor:
         """Records z in [-1, 1] for labels y, (n, C, H, W), on the CPU."""
         if section.port != "weights" and self.moments is None:
-            raise BadInput(
-                f"sample.port = {section.port!r} needs released moments, and this release has none"
-            )
+            raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
         starts = list(range(0, len(y), section.batch))
         pieces = []
@@ -104,9 +102,7 @@ class Generator:
             pieces.append(self._batch(part, ids, null, section, generator).clamp(-1, 1).cpu())
         return torch.cat(pieces) if pieces else torch.zeros(0, *self.net.shape)
 
-    def _batch(
-        self, y: Tensor, ids: Tensor, null: Tensor, section: Sample, generator: torch.Generator
-    ) -> Tensor:
+    def _batch(self, y: Tensor, ids: Tensor, null: Tensor, section: Sample, generator: torch.Generator) -> Tensor:
         shape = (len(y), *self.net.shape)
         if section.port == "release" and self.moments is not None:
             return self.moments.sample(y, generator).reshape(shape)

@@ -60,9 +60,7 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     start, moments = pretrained, None
     if release_parts(recipe):
         basis = stages.load_basis(calibration)
-        stage(
-            "release", [folder.moments], lambda: stages.release(inputs, basis, vault, ledger, folder.moments)
-        )
+        stage("release", [folder.moments], lambda: stages.release(inputs, basis, vault, ledger, folder.moments))
         moments = MomentModel.load(folder.moments)
         stage("distill", [distilled], lambda: stages.distill(inputs, pretrained, moments, distilled))
         start = distilled
@@ -107,16 +105,12 @@ def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
     """Read and check both data sets. Private records go straight into the intake."""
     for section in ("private", "public"):
         if not getattr(recipe, section).data:
-            raise BadInput(
-                f"no {section} data was named; give --{section} or set {section}.data in the recipe"
-            )
+            raise BadInput(f"no {section} data was named; give --{section} or set {section}.data in the recipe")
     image = recipe.image
     public = load_records(recipe.public.data, size=image.size, channels=image.channels)
     side = public.shape[1]
     if side % recipe.net.patch:
-        raise BadInput(
-            f"images of {side} pixels do not divide into patches of {recipe.net.patch}; set net.patch"
-        )
+        raise BadInput(f"images of {side} pixels do not divide into patches of {recipe.net.patch}; set net.patch")
     intake = Intake(recipe, side)
     private_captions = from_template(recipe.private.caption, intake.classes)
     public_captions = from_template(recipe.public.caption, public.classes)
@@ -124,9 +118,7 @@ def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
         private_captions + public_captions, recipe.net.caption_length, recipe.net.vocabulary
     )
     conditioning = Conditioning(intake.classes, private_captions, tokenizer)
-    return Inputs(
-        recipe, folder, pick_device(recipe.run.device), public, public_captions, conditioning, intake
-    )
+    return Inputs(recipe, folder, pick_device(recipe.run.device), public, public_captions, conditioning, intake)
 
 
 def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:

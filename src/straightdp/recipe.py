@@ -33,9 +33,7 @@ class Privacy(Section):
         None, description="declared N; left out, the count found is declared and listed as assumed public"
     )
     mode: Literal["tight", "paper"] = "tight"
-    interval: Annotated[float, Field(gt=0, le=0.01)] = Field(
-        1e-4, description="discretisation of the PLD accountant"
-    )
+    interval: Annotated[float, Field(gt=0, le=0.01)] = Field(1e-4, description="discretisation of the PLD accountant")
     pinned_key: str | None = Field(
         None, pattern="^[0-9a-f]{64}$", description="tests and experiments only: the run is not releasable"
     )
@@ -47,9 +45,7 @@ class Private(Section):
         None, description="the public class list; left out, the one found is assumed public"
     )
     caption: str = "a picture of {label}"
-    holdout: str | Share = Field(
-        0.1, description="where held-out records come from: a source, or a fraction set aside"
-    )
+    holdout: str | Share = Field(0.1, description="where held-out records come from: a source, or a fraction set aside")
 
 
 class Public(Section):
@@ -100,13 +96,9 @@ class Release(Section):
     covariance: Literal["shared", "residual"] = Field(
         "residual", description="one covariance for all, or one per class around the released means"
     )
-    means_share: Fraction = Field(
-        0.25, description="part of the release's privacy that goes to counts and means"
-    )
+    means_share: Fraction = Field(0.25, description="part of the release's privacy that goes to counts and means")
     radius_quantile: Fraction = Field(0.5, description="R_feat: this quantile of the public feature norms")
-    residual_quantile: Fraction = Field(
-        0.1, description="radius of the residuals: this quantile of the public ones"
-    )
+    residual_quantile: Fraction = Field(0.1, description="radius of the residuals: this quantile of the public ones")
     rank: Count = 32
     floor: Rate = Field(1e-2, description="lambda_0: covariance floor eigenvalue")
     min_count: Annotated[float, Field(ge=1)] = Field(
@@ -229,9 +221,7 @@ def parse(tree: dict[str, Any]) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
-        raise BadInput(
-            f"recipe value {where or 'tree'} = {first['input']!r} is not allowed: {first['msg']}"
-        ) from None
+        raise BadInput(f"recipe value {where or 'tree'} = {first['input']!r} is not allowed: {first['msg']}") from None
 
 
 def _apply(tree: dict[str, Any], setting: str) -> None:

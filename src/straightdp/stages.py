@@ -156,7 +156,7 @@ def plan(inputs: Inputs, start: Path, out: Path) -> None:
     section, device = inputs.recipe.dpsgd, inputs.device
     t_min = inputs.recipe.distill.tau if section.t_min is None else section.t_min
     generator = step_generator(inputs.recipe.run.seed, "plan", 0, device)
-    rows = torch.randperm(len(inputs.public), generator=torch.Generator().manual_seed(0))[:1024]
+    rows = torch.randperm(len(inputs.public), generator=torch.Generator().manual_seed(0))[:256]
     ids = inputs.conditioning.ids(device)
     captions = ids[torch.randint(len(ids), (len(rows),), generator=generator, device=device)]
     z = inputs.public_z[rows.to(device)]
@@ -165,9 +165,7 @@ def plan(inputs: Inputs, start: Path, out: Path) -> None:
     write_text(out, json.dumps({"clip": clip, "t_min": t_min}))
 
 
-def dpsgd(
-    inputs: Inputs, start: Path, plan_file: Path, vault: Vault | None, moments: MomentModel | None
-) -> None:
+def dpsgd(inputs: Inputs, start: Path, plan_file: Path, vault: Vault | None, moments: MomentModel | None) -> None:
     """Stage 2: the declared steps, if there are any; then the generator is written to `release/`."""
     net = inputs.load_net(start)
     if inputs.recipe.dpsgd.steps and vault is not None:
@@ -206,9 +204,7 @@ def evaluate(inputs: Inputs) -> None:
     def score(name: str, note: str, run) -> None:
         values = [run(seed) for seed in range(recipe.evaluate.seeds)]
         std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        scores.append(
-            {"name": name, "mean": float(np.mean(values)), "std": std, "note": note, "values": values}
-        )
+        scores.append({"name": name, "mean": float(np.mean(values)), "std": std, "note": note, "values": values})
 
     if intake.holdout_n and inputs.public.shape[0] in (1, 3) and min(inputs.public.shape[1:]) >= 8:
         z, y = synthetic.read(inputs.folder.synthetic, inputs.public.shape, intake.classes)
@@ -229,9 +225,7 @@ def evaluate(inputs: Inputs) -> None:
             score(
                 "real private data",
                 "the probe trained on the private records themselves; not private",
-                lambda s: intake.real_accuracy(
-                    lambda a, b: fit_probe(a, b, classes, recipe.evaluate, s, device)
-                ),
+                lambda s: intake.real_accuracy(lambda a, b: fit_probe(a, b, classes, recipe.evaluate, s, device)),
             )
         scores.append({"name": "chance", "mean": 1 / classes, "std": None, "note": "a guess", "values": []})
     body = {"holdout_n": intake.holdout_n, "scores": scores}

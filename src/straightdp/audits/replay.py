@@ -84,9 +84,7 @@ def check(entries: list[dict[str, Any]], folder: Path) -> float:
             f"certifies epsilon = {certificate['epsilon']:.6g}, the declarations above give {recomputed:.6g}",
         )
     if recomputed > header["epsilon"] * (1 + TOLERANCE):
-        raise TranscriptError(
-            line, f"certifies {recomputed:.6g}, more than the budget of {header['epsilon']:g}"
-        )
+        raise TranscriptError(line, f"certifies {recomputed:.6g}, more than the budget of {header['epsilon']:g}")
     _totals(entries[-1], _executions(entries, declared), recomputed, folder)
     return recomputed
 
@@ -109,9 +107,7 @@ def _order(entries: list[dict[str, Any]]) -> None:
     kinds = [entry["kind"] for entry in entries]
     for kind in ("certificate", "totals"):
         if kind not in kinds:
-            raise TranscriptError(
-                len(entries) + 1, f"is missing: there is no {kind} line, the run is not complete"
-            )
+            raise TranscriptError(len(entries) + 1, f"is missing: there is no {kind} line, the run is not complete")
 
 
 def _declaration(entry: dict[str, Any]) -> Declaration:

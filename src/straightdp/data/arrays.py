@@ -71,9 +71,7 @@ def _parse_idx(path: Path, dimensions: int) -> np.ndarray:
         )
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", dimensions, offset=4))
     if len(data) - head != math.prod(shape):
-        raise BadInput(
-            f"idx file {path} promises {math.prod(shape):,} values but holds {len(data) - head:,}; {cure}"
-        )
+        raise BadInput(f"idx file {path} promises {math.prod(shape):,} values but holds {len(data) - head:,}; {cure}")
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
 
 
@@ -133,9 +131,7 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
         reason = " ".join(str(error).split()) or type(error).__name__
         if "pickle" in reason:  # numpy's sentence goes on to recommend loading it unsafely
             reason = "it is no npz, or holds Python objects"
-        raise BadInput(
-            f"npz file {path} could not be read ({reason}); write it again with numpy.savez"
-        ) from None
+        raise BadInput(f"npz file {path} could not be read ({reason}); write it again with numpy.savez") from None
 
 
 def _as_nhwc(images: np.ndarray, where: str) -> np.ndarray:

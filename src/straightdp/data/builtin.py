@@ -43,8 +43,7 @@ def locate(name: str) -> Path:
     plain = name.partition(":")[0]
     fetch = f"run 'straightdp data get {plain}'" if plain in CATALOGUE else f"put {FILES[name][-1]} there"
     raise BadInput(
-        f"data set {name} was not found in {root / plain}; {fetch} or set STRAIGHTDP_DATA to the folder "
-        "that has it"
+        f"data set {name} was not found in {root / plain}; {fetch} or set STRAIGHTDP_DATA to the folder that has it"
     )
 
 
@@ -59,8 +58,7 @@ def read_arrays(name: str) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
         classes = CLASSES[name.partition(":")[0]]
     if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= len(classes):
         raise BadInput(
-            f"labels of {path} should lie in 0 to {len(classes) - 1} but do not; "
-            "fetch or write that file again"
+            f"labels of {path} should lie in 0 to {len(classes) - 1} but do not; fetch or write that file again"
         )
     return images, labels, classes
 
@@ -82,8 +80,6 @@ def flowers(tree: folder.Tree) -> tuple[folder.Listing, tuple[str, ...]]:
     found = folder.list_records(tree)
     pairs = set(zip(found.labels, found.texts or (), strict=found.texts is not None))
     if not len(pairs) == len(set(found.labels)) == len({text for _, text in pairs}):
-        raise BadInput(
-            f"metadata.csv of {tree.where} should hold one text per label; fetch or write that file again"
-        )
+        raise BadInput(f"metadata.csv of {tree.where} should hold one text per label; fetch or write that file again")
     order = tuple(text for _, text in sorted(pairs, key=lambda pair: label.number_key(pair[0])))
     return folder.Listing(found.files, found.texts or (), None, found.where), order

@@ -26,13 +26,9 @@ def from_template(template: str, classes: tuple[str, ...]) -> tuple[str, ...]:
             f"({''.join(unknown[0])!r}); {cure}"
         )
     if not fields:
-        raise BadInput(
-            f"caption template {template!r} has no {{label}}, so all classes would read alike; {cure}"
-        )
+        raise BadInput(f"caption template {template!r} has no {{label}}, so all classes would read alike; {cure}")
     captions = tuple(template.format(label=name) for name in classes)
     repeated = [caption for caption, count in Counter(captions).items() if count > 1]
     if repeated:
-        raise BadInput(
-            f"caption {repeated[0]!r} would stand for more than one class; give each class its own name"
-        )
+        raise BadInput(f"caption {repeated[0]!r} would stand for more than one class; give each class its own name")
     return captions

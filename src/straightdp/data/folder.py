@@ -58,9 +58,7 @@ def load(path: Path, *, size: int | None, channels: int, classes: tuple[str, ...
         return read(tree, list_records(tree), size=size, channels=channels, classes=classes)
 
 
-def read(
-    tree: Tree, found: Listing, *, size: int | None, channels: int, classes: tuple[str, ...] | None
-) -> Records:
+def read(tree: Tree, found: Listing, *, size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:
     """The records of a listing; labels are checked before the first image is decoded."""
     index, names = label.index(found.labels, classes, found.where)
     return Records(_decode_all(tree, found.files, size, channels), index, names, found.texts)
@@ -83,9 +81,7 @@ def _open_folder(path: Path) -> Tree:
         for name in subfolders:
             inside = Path(here, name)
             if inside.is_symlink():
-                raise BadInput(
-                    f"folder {inside} is a link, and links to folders are not followed; copy it there"
-                )
+                raise BadInput(f"folder {inside} is a link, and links to folders are not followed; copy it there")
             folders.append(inside.relative_to(path).as_posix())
         files += [Path(here, name).relative_to(path).as_posix() for name in names if not _ignored(name)]
     return Tree(
@@ -127,9 +123,7 @@ def _by_subfolder(tree: Tree) -> Listing:
     loose = [name for name in tree.files if "/" not in name and _is_image(name)]
     inside = tuple(name for name in tree.files if "/" in name)
     if not top and not loose:
-        raise BadInput(
-            f"{tree.where} holds no images; give a folder of class subfolders or one with {METADATA}"
-        )
+        raise BadInput(f"{tree.where} holds no images; give a folder of class subfolders or one with {METADATA}")
     if loose:
         raise BadInput(
             f"{len(loose)} images of {tree.where} have no label, {loose[0]} first; move them into "
@@ -137,9 +131,7 @@ def _by_subfolder(tree: Tree) -> Listing:
         )
     for name in inside:
         if not _is_image(name):
-            raise BadInput(
-                f"{name} in {tree.where} is not of a kind that is read; convert it to png or move it out"
-            )
+            raise BadInput(f"{name} in {tree.where} is not of a kind that is read; convert it to png or move it out")
     names = tuple(name.split("/", 1)[0] for name in inside)
     if empty := [folder for folder in top if folder not in set(names)]:
         raise BadInput(f"class subfolder {empty[0]} of {tree.where} has no images; fill it or remove it")
@@ -157,13 +149,10 @@ def _by_metadata(tree: Tree) -> Listing:
                 raise BadInput(f"row {number} of {METADATA} in {tree.where} has no {column}; fill it in")
         name = _file_name(tree, number, row["file_name"])
         if name not in known:
-            raise BadInput(
-                f"row {number} of {METADATA} names {name}, which is not in {tree.where}; mend the row"
-            )
+            raise BadInput(f"row {number} of {METADATA} names {name}, which is not in {tree.where}; mend the row")
         if name in first_row:
             raise BadInput(
-                f"rows {first_row[name]} and {number} of {METADATA} both name {name}; "
-                "keep one record per file"
+                f"rows {first_row[name]} and {number} of {METADATA} both name {name}; keep one record per file"
             )
         first_row[name] = number
     if unlisted := [name for name in tree.files if _is_image(name) and name not in first_row]:
@@ -182,9 +171,7 @@ def _rows(tree: Tree) -> tuple[list[str], list[dict[str, str]]]:
         text = tree.read(METADATA).decode("utf-8-sig")
         table = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except (OSError, UnicodeDecodeError, csv.Error, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
-        raise BadInput(
-            f"{METADATA} of {tree.where} is not a UTF-8 CSV table ({error}); write it again"
-        ) from None
+        raise BadInput(f"{METADATA} of {tree.where} is not a UTF-8 CSV table ({error}); write it again") from None
     header = [cell.strip() for cell in table[0]] if table else []
     if missing := [column for column in ("file_name", "label") if column not in header]:
         raise BadInput(
@@ -209,8 +196,7 @@ def _rows(tree: Tree) -> tuple[list[str], list[dict[str, str]]]:
 def _file_name(tree: Tree, number: int, name: str) -> str:
     if ".." in PurePosixPath(name).parts or name.startswith("/") or PureWindowsPath(name).drive:
         raise BadInput(
-            f"row {number} of {METADATA} names {name}, which leads out of {tree.where}; "
-            "use names inside the folder"
+            f"row {number} of {METADATA} names {name}, which leads out of {tree.where}; use names inside the folder"
         )
     return str(PurePosixPath(name))
 

@@ -49,9 +49,7 @@ def index(
     return np.fromiter((position[name] for name in names), np.int64, len(names)), order
 
 
-def names_of(
-    values: np.ndarray, classes: tuple[str, ...] | None, where: Callable[[int], str]
-) -> Sequence[str]:
+def names_of(values: np.ndarray, classes: tuple[str, ...] | None, where: Callable[[int], str]) -> Sequence[str]:
     """Labels as stored in an array (text or whole numbers) to label names.
 
     Numbers name themselves ("3"), unless a class list is given that holds a name which is not a number: then

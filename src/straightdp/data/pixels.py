@@ -40,9 +40,7 @@ def fit(x: np.ndarray, size: int | None, where: str) -> np.ndarray:
     """
     height, width = x.shape[1:3]
     if size is None and height != width:
-        raise BadInput(
-            f"images of {where} are {width}x{height}, not square; set image.size=N to crop and resize them"
-        )
+        raise BadInput(f"images of {where} are {width}x{height}, not square; set image.size=N to crop and resize them")
     if size is not None and (height, width) != (size, size):
         resized = np.empty((len(x), size, size, x.shape[-1]), np.uint8)
         for i, picture in enumerate(x):

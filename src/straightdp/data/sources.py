@@ -28,9 +28,7 @@ def load(source: str, *, size: int | None, channels: int, classes: tuple[str, ..
     if source == "mixture":
         return _mixture(size, channels, classes)
     if channels not in (1, 3):
-        raise BadInput(
-            f"images are read as grey or colour but image.channels is {channels}; set it to 1 or 3"
-        )
+        raise BadInput(f"images are read as grey or colour but image.channels is {channels}; set it to 1 or 3")
     if size is not None and size < 1:
         raise BadInput(f"image.size should be a side in pixels but is {size}; set it to 1 or more")
     if source in builtin.NAMES:
@@ -56,9 +54,7 @@ def _drawn(name: str, size: int | None, channels: int, classes: tuple[str, ...] 
 
     kind, _, split = name.partition(":")
     records = demo.digits(split) if kind == "digits" else demo.letters(size=size or demo.SIDE)
-    labels, order = builtin.relabel(
-        records.labels, records.classes, classes, lambda i: f"record {i} of {name}"
-    )
+    labels, order = builtin.relabel(records.labels, records.classes, classes, lambda i: f"record {i} of {name}")
     return Records(_fit(records.x.transpose(0, 2, 3, 1), size, channels, name), labels, order)
 
 
@@ -71,9 +67,7 @@ def _mixture(size: int | None, channels: int, classes: tuple[str, ...] | None) -
             "image.channels=2 and leave image.size out"
         )
     records = mixture.sample()
-    labels, order = builtin.relabel(
-        records.labels, records.classes, classes, lambda i: f"record {i} of mixture"
-    )
+    labels, order = builtin.relabel(records.labels, records.classes, classes, lambda i: f"record {i} of mixture")
     return Records(records.x, labels, order)
 
 
@@ -89,8 +83,7 @@ def _path(source: str, size: int | None, channels: int, classes: tuple[str, ...]
         images, raw = arrays.read_idx(path)
     else:
         raise BadInput(
-            f"file {path} is of no kind that is read; give an .npz, an idx images file, an image folder "
-            "or a zip of one"
+            f"file {path} is of no kind that is read; give an .npz, an idx images file, an image folder or a zip of one"
         )
 
     def where(i: int) -> str:

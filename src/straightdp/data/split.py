@@ -34,9 +34,7 @@ def split_by_content(records: Records, fraction: float) -> tuple[Records, Record
     not exactly. 0 holds out nothing, 1 everything; either side may be empty and keeps the whole class list.
     """
     if not 0 <= fraction <= 1:
-        raise BadInput(
-            f"the held-out fraction should be between 0 and 1 but is {fraction}; set private.holdout"
-        )
+        raise BadInput(f"the held-out fraction should be between 0 and 1 but is {fraction}; set private.holdout")
     uniform = (record_ids(records) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     held_out = uniform < fraction
     return records.subset(~held_out), records.subset(held_out)

@@ -12,9 +12,7 @@ import torch
 from straightdp.data.records import to_pixels
 
 
-def write(
-    folder: Path, z: torch.Tensor, y: torch.Tensor, classes: tuple[str, ...], captions: tuple[str, ...]
-) -> None:
+def write(folder: Path, z: torch.Tensor, y: torch.Tensor, classes: tuple[str, ...], captions: tuple[str, ...]) -> None:
     """Write the whole set, or nothing: it is made beside `folder` and moved into place."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -26,9 +24,7 @@ def write(
     else:
         columns = [f"z{k}" for k in range(z[0].numel())]
         values = [",".join(f"{v:.6g}" for v in row) for row in z.flatten(1).tolist()]
-        _write_table(
-            partial / "points.csv", [*columns, "label", "text"], [v.split(",") for v in values], rows
-        )
+        _write_table(partial / "points.csv", [*columns, "label", "text"], [v.split(",") for v in values], rows)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
@@ -41,9 +37,7 @@ def _write_images(folder: Path, pixels: np.ndarray) -> list[list[str]]:
     names = []
     for k, picture in enumerate(pixels):
         names.append([f"images/{k:0{digits}d}.png"])
-        Image.fromarray(picture[0] if len(picture) == 1 else np.moveaxis(picture, 0, -1)).save(
-            folder / names[-1][0]
-        )
+        Image.fromarray(picture[0] if len(picture) == 1 else np.moveaxis(picture, 0, -1)).save(folder / names[-1][0])
     return names
 
 
@@ -54,9 +48,7 @@ def _write_table(path: Path, header: list[str], first: list[list[str]], rest: li
         table.writerows([*a, *b] for a, b in zip(first, rest, strict=True))
 
 
-def read(
-    folder: Path, shape: tuple[int, int, int], classes: tuple[str, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read(folder: Path, shape: tuple[int, int, int], classes: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Images written by `write`, as (z, y): what a user of the release would train on. A class may have none."""
     from straightdp.data.sources import load
 

@@ -55,9 +55,7 @@ class ClippingEngine:
         for name, layer in self.layers.items():
             for parameter in layer.parameters():
                 if id(parameter) in covered:
-                    raise BadInput(
-                        f"layer {name} shares a parameter with {covered[id(parameter)]}: untie them"
-                    )
+                    raise BadInput(f"layer {name} shares a parameter with {covered[id(parameter)]}: untie them")
                 covered[id(parameter)] = name
         for name, parameter in self.net.named_parameters():
             if parameter.requires_grad and id(parameter) not in covered:
@@ -111,9 +109,7 @@ class ClippingEngine:
             missing = [name for name in self.layers if name not in taps.outputs]
             if missing:
                 raise BadInput(f"layer {missing[0]} took no part in the forward pass: freeze it")
-            values = torch.autograd.grad(
-                total, [taps.outputs[name] for name in self.layers], allow_unused=True
-            )
+            values = torch.autograd.grad(total, [taps.outputs[name] for name in self.layers], allow_unused=True)
         gradients = {}
         for name, value in zip(self.layers, values, strict=True):
             if value is None:

@@ -79,9 +79,7 @@ def _restore(path: Path, parameters: list, average: list, optimizer: torch.optim
         return 0
     state = torch.load(path, map_location=parameters[0].device, weights_only=True)
     with torch.no_grad():
-        for live, stored in zip(
-            [*parameters, *average], [*state["parameters"], *state["average"]], strict=True
-        ):
+        for live, stored in zip([*parameters, *average], [*state["parameters"], *state["average"]], strict=True):
             live.copy_(stored)
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])

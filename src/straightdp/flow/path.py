@@ -44,8 +44,6 @@ def noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
 
 
-def uniform_times(
-    n: int, low: float, high: float, generator: torch.Generator, device: torch.device
-) -> Tensor:
+def uniform_times(n: int, low: float, high: float, generator: torch.Generator, device: torch.device) -> Tensor:
     """t ~ U[low, high]."""
     return low + (high - low) * torch.rand(n, generator=generator, device=device)

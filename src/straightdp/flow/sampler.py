@@ -20,9 +20,7 @@ def euler(field: Field, x: Tensor, steps: int, t0: float = 0.0) -> Tensor:
     return x
 
 
-def guided(
-    net: Callable[[Tensor, Tensor, Tensor], Tensor], captions: Tensor, null: Tensor, weight: float
-) -> Field:
+def guided(net: Callable[[Tensor, Tensor, Tensor], Tensor], captions: Tensor, null: Tensor, weight: float) -> Field:
     """Classifier-free guidance: v_null + weight (v_caption - v_null). Weight 1 needs, and makes, one evaluation."""
 
     def field(x: Tensor, t: Tensor) -> Tensor:

@@ -35,9 +35,7 @@ def fit_basis(z: Tensor, labels: Tensor, section: Release) -> Basis:
     """PCA of the public records z (n, d), and public quantiles for every radius."""
     z = z.flatten(1).double()
     if len(z) <= section.features:
-        raise BadInput(
-            f"{len(z)} public records cannot carry {section.features} features; lower release.features"
-        )
+        raise BadInput(f"{len(z)} public records cannot carry {section.features} features; lower release.features")
     if section.features > z.shape[1]:
         raise BadInput(f"records have {z.shape[1]} values; lower release.features from {section.features}")
     mean = z.mean(dim=0)

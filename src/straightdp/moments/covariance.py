@@ -33,9 +33,7 @@ def per_class(moments: Tensor, counts: Tensor, noise_std: float, scale: float, f
     With one class, or with much noise, all classes get the pooled matrix.
     """
     total = counts.sum()
-    values, vectors = denoise_pooled(
-        moments.sum(dim=0) / total, noise_std * len(moments) ** 0.5 / float(total), scale
-    )
+    values, vectors = denoise_pooled(moments.sum(dim=0) / total, noise_std * len(moments) ** 0.5 / float(total), scale)
     pooled = torch.diag(values)
     rotated = vectors.T @ (moments / counts[:, None, None]) @ vectors
     deviation = rotated - (vectors.T @ (moments.sum(dim=0) / total) @ vectors)

@@ -29,13 +29,9 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
     if section.weight == 0 and section.sigma is None:
         return ()
     means, rest = section.means_share, 1 - section.means_share
-    parts = [
-        ReleasePart(MEANS, "class counts and feature sums", 2.0 if paper else statistics.PAIR_BOUND, means)
-    ]
+    parts = [ReleasePart(MEANS, "class counts and feature sums", 2.0 if paper else statistics.PAIR_BOUND, means)]
     if residual(recipe):
-        parts.append(
-            ReleasePart(COVARIANCE, "second moments around the class means", 1.0, rest * (1 - TRACE_PART))
-        )
+        parts.append(ReleasePart(COVARIANCE, "second moments around the class means", 1.0, rest * (1 - TRACE_PART)))
         parts.append(ReleasePart(TRACE, "mean squared distance from the class means", 1.0, rest * TRACE_PART))
     else:
         parts.append(ReleasePart(COVARIANCE, "shared second moment", 2.0 if paper else 1.0, rest))
@@ -70,9 +66,7 @@ def run_release(recipe: Recipe, basis: Basis, vault: Vault, stds: dict[str, floa
         prior = means.counts / means.counts.sum()
         within = whole - torch.einsum("y,yi,yj->ij", prior, centres, centres)
         return MomentModel.from_full(basis, means.features, within, means.counts, section.rank, section.floor)
-    return MomentModel.from_features(
-        basis, means.features, covariance, means.counts, section.rank, section.floor
-    )
+    return MomentModel.from_features(basis, means.features, covariance, means.counts, section.rank, section.floor)
 
 
 def class_means(noisy: Tensor, basis: Basis, section: Release, std: float, *, shrink: bool) -> Means:
@@ -95,9 +89,7 @@ def class_means(noisy: Tensor, basis: Basis, section: Release, std: float, *, sh
     return Means(counts, means)
 
 
-def _residual_covariance(
-    vault: Vault, basis: Basis, means: Means, section: Release, stds: dict[str, float]
-) -> Tensor:
+def _residual_covariance(vault: Vault, basis: Basis, means: Means, section: Release, stds: dict[str, float]) -> Tensor:
     moments = vault.gaussian_sum(COVARIANCE, statistics.residual_second_moments(basis, means.features))
     trace = vault.gaussian_sum(TRACE, statistics.residual_trace(basis, means.features))[0, 0]
     moments = torch.from_numpy(moments)

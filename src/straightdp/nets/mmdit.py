@@ -86,17 +86,14 @@ class MMDiT(nn.Module):
         channels, height, width_px = shape
         self.section, self.shape = section, shape
         self.grid = (height // section.patch, width_px // section.patch)
-        self.caption_encoder = CaptionEncoder(
-            section.vocabulary, section.caption_length, section.caption_width
-        )
+        self.caption_encoder = CaptionEncoder(section.vocabulary, section.caption_length, section.caption_width)
         width, values = section.width, channels * section.patch**2
         self.patch_in = nn.Linear(values, width)
         self.caption_in = nn.Linear(section.caption_width, width)
         self.time_in = nn.Linear(width, width)
         self.time_out = nn.Linear(width, width)
         self.blocks = nn.ModuleList(
-            Block(width, section.heads, section.mlp_ratio, last=k == section.depth - 1)
-            for k in range(section.depth)
+            Block(width, section.heads, section.mlp_ratio, last=k == section.depth - 1) for k in range(section.depth)
         )
         self.final_modulation = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, values)
@@ -128,9 +125,7 @@ class MMDiT(nn.Module):
 
 def waves(position: Tensor, width: int) -> Tensor:
     """Sinusoidal features of a scalar position, (n,) to (n, width)."""
-    frequencies = torch.exp(
-        -math.log(10_000) * torch.arange(width // 2, device=position.device) / (width // 2)
-    )
+    frequencies = torch.exp(-math.log(10_000) * torch.arange(width // 2, device=position.device) / (width // 2))
     angles = position.unsqueeze(-1) * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 

@@ -51,9 +51,7 @@ def epsilon(workload: Sequence[Declaration], delta: float, interval: float) -> f
         elif part.kind == "poisson_gaussian" and part.q is not None and 0 < part.q <= 1:
             events.append((PoissonSampledDpEvent(part.q, GaussianDpEvent(part.sigma)), part.count))
         else:
-            raise BudgetRefused(
-                f"mechanism {part.id} of kind {part.kind!r} with rate {part.q} cannot be accounted"
-            )
+            raise BudgetRefused(f"mechanism {part.id} of kind {part.kind!r} with rate {part.q} cannot be accounted")
     if precision:
         events.append((GaussianDpEvent(1 / math.sqrt(precision)), 1))
     if not events:

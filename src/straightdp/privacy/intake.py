@@ -35,9 +35,7 @@ class Intake:
             )
         self.n = len(sets.train) if declared is None else declared
         self.n_source = (
-            "counted in the private set and treated as public"
-            if declared is None
-            else "declared in the recipe"
+            "counted in the private set and treated as public" if declared is None else "declared in the recipe"
         )
         self.classes_source = (
             "found in the private set and treated as public"

@@ -51,9 +51,7 @@ def read_chain(data: bytes) -> list[dict[str, Any]]:
         if line != raw + b"\n":
             raise TranscriptError(number, "was changed: its hash does not match its content")
         if body.get("line") != number:
-            raise TranscriptError(
-                number, f"says it is line {body.get('line')}: lines were dropped, repeated or moved"
-            )
+            raise TranscriptError(number, f"says it is line {body.get('line')}: lines were dropped, repeated or moved")
         if body.get("previous") != previous:
             raise TranscriptError(number, "does not follow the line before it")
         previous = digest
@@ -80,9 +78,7 @@ class Ledger:
         try:
             entries = read_chain(whole)
         except TranscriptError as error:
-            raise BadInput(
-                f"{self.path} is damaged at {error}; this run cannot go on, start another --out"
-            ) from None
+            raise BadInput(f"{self.path} is damaged at {error}; this run cannot go on, start another --out") from None
         if len(whole) != len(data):
             with open(self.path, "r+b") as file:
                 file.truncate(len(whole))

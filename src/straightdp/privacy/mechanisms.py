@@ -117,9 +117,7 @@ def _chunks(statistic: BoundedSum, z: torch.Tensor, y: torch.Tensor, bound: floa
     """(block, that block's clipped vectors in grid units) over slices of the records."""
     for start in range(0, len(z), CHUNK):
         part = y[start : start + CHUNK]
-        rows = clip_to_grid(
-            statistic.vectors(z[start : start + CHUNK].flatten(1).double(), part), bound, grid
-        )
+        rows = clip_to_grid(statistic.vectors(z[start : start + CHUNK].flatten(1).double(), part), bound, grid)
         if statistic.blocks == 1:
             yield 0, rows
             continue

@@ -83,9 +83,7 @@ class Noise:
         return torch.Generator(device).manual_seed(seed)
 
     def _philox(self, stream: str, step: int, j: int) -> np.random.Generator:
-        return np.random.Generator(
-            np.random.Philox(key=int.from_bytes(self._subkey(stream, step, j), "little"))
-        )
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(self._subkey(stream, step, j), "little")))
 
     def _subkey(self, stream: str, step: int, j: int) -> bytes:
         return hashlib.blake2b(f"{stream}|{step}|{j}".encode(), key=self._key, digest_size=16).digest()

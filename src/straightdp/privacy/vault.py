@@ -44,9 +44,7 @@ class Vault:
 
     def __init__(self, records: Records, ledger: Ledger, noise: Noise, *, n: int, diagnostics: Path):
         if len(records) > n:
-            raise BadInput(
-                f"{len(records)} private records were found but N = {n} is declared; raise privacy.n"
-            )
+            raise BadInput(f"{len(records)} private records were found but N = {n} is declared; raise privacy.n")
         self.__records = records
         self.__labels = torch.from_numpy(records.labels.astype(np.int64))
         self.__ledger = ledger
@@ -111,11 +109,7 @@ class Vault:
         padded[: len(chosen)] = chosen
         mask = torch.zeros(size)
         mask[: len(chosen)] = 1
-        z = (
-            to_z(self.__records.x[padded])
-            if len(self.__records)
-            else torch.zeros(size, *self.__records.shape)
-        )
+        z = to_z(self.__records.x[padded]) if len(self.__records) else torch.zeros(size, *self.__records.shape)
         y = self.__labels[padded] if len(self.__records) else torch.zeros(size, dtype=torch.int64)
         generator = self.__noise.generator(f"{id}/draws", step, device, index)
         return MicroBatch(z.to(device), y.to(device), mask.to(device), generator)

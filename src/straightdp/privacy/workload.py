@@ -142,9 +142,7 @@ def alternatives(recipe: Recipe) -> list[tuple[str, float, float, float]]:
     kept = recipe.release.model_copy(update={"sigma": first_release})
     free_dpsgd = solve(tight, kept, dpsgd.model_copy(update={"sigma": None, "weight": 1.0}))[1]
     kept_dpsgd = dpsgd.model_copy(update={"sigma": first_dpsgd})
-    free_release = solve(tight, recipe.release.model_copy(update={"sigma": None, "weight": 1.0}), kept_dpsgd)[
-        0
-    ]
+    free_release = solve(tight, recipe.release.model_copy(update={"sigma": None, "weight": 1.0}), kept_dpsgd)[0]
     rows = [
         ("each stage alone at its share of epsilon (the paper's split)", first_release, first_dpsgd),
         ("same release, DP-SGD freed by joint composition", first_release, free_dpsgd),

@@ -124,11 +124,7 @@ def _gradient_norms(folder: RunFolder) -> dict[str, list[float]]:
             continue  # a line that a crash cut off; its step was repeated
         rows[row["step"]] = row
     steps = [rows[step] for step in sorted(rows)]
-    return (
-        {key: [np.nan if row[key] is None else row[key] for row in steps] for key in GRADIENT_KEYS}
-        if steps
-        else {}
-    )
+    return {key: [np.nan if row[key] is None else row[key] for row in steps] for key in GRADIENT_KEYS} if steps else {}
 
 
 def _by_class(x: np.ndarray, labels: np.ndarray, names: tuple[str, ...]) -> tuple[ClassPictures, ...]:

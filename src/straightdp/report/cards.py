@@ -116,11 +116,7 @@ def _privacy(public: PublicFacts) -> str:
         ("releasable", "yes" if words.releasable(public) else f"**NO**: {_text(words.verdict(public))}"),
     ]
     table = _table(("", ""), rows)
-    lead = (
-        ""
-        if words.releasable(public)
-        else "This is what the numbers would mean had the run been releasable. "
-    )
+    lead = "" if words.releasable(public) else "This is what the numbers would mean had the run been releasable. "
     return f"{table}\n\n{lead}{_text(' '.join(words.promise(public)))}"
 
 

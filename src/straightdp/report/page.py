@@ -203,9 +203,7 @@ def _range(name: str, values: Sequence[float]) -> str:
     if not len(array):
         return f"{name}: no finite value in {words.plural(len(values), 'step', 'steps')}."
     low, middle, high = (words.number(float(x)) for x in (array.min(), np.median(array), array.max()))
-    return (
-        f"{name} over {words.plural(len(values), 'step', 'steps')}: from {low} to {high}, typically {middle}."
-    )
+    return f"{name} over {words.plural(len(values), 'step', 'steps')}: from {low} to {high}, typically {middle}."
 
 
 def _said(rows: Sequence[tuple[str, float, float | None, str]]) -> str:

@@ -22,9 +22,7 @@ def describe_plan(recipe: Recipe) -> str:
     for part in certificate.workload:
         rate = "" if part.q is None else f"{part.q:g}"
         cost = alone(part, privacy.delta, privacy.interval)
-        lines.append(
-            f"{part.id:<22}{part.sensitivity:>12.4g}{part.sigma:>10.4g}{rate:>8}{part.count:>8}{cost:>11.4f}"
-        )
+        lines.append(f"{part.id:<22}{part.sensitivity:>12.4g}{part.sigma:>10.4g}{rate:>8}{part.count:>8}{cost:>11.4f}")
     rows = alternatives(recipe)
     if rows:
         lines += [

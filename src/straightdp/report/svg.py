@@ -94,20 +94,14 @@ def lines(
         y = float(py(np.array(tick)))
         parts.append(f'<path class="grid" d="M{left} {y:.1f}H{width - right}"/>')
         parts.append(_label(left - 6, y + 4, "end", _tick(tick)))
-    ends = (
-        ((first, left, "start"), (last, width - right, "end"))
-        if last > first
-        else ((first, px[0], "middle"),)
-    )
+    ends = ((first, left, "start"), (last, width - right, "end")) if last > first else ((first, px[0], "middle"),)
     for value, at, anchor in ends:
         parts.append(_label(at, height - 10, anchor, f"step {words.number(value)}"))
     if edges:
         parts.append(f'<path class="band" d="{_band(px, py(edges[0]), py(edges[1]))}"/>')
     parts.append(f'<path class="line" d="{_path(px, py(ys))}"/>')
     if reference is not None:
-        parts.append(
-            f'<path class="reference" d="M{left} {float(py(np.array(reference))):.1f}H{width - right}"/>'
-        )
+        parts.append(f'<path class="reference" d="M{left} {float(py(np.array(reference))):.1f}H{width - right}"/>')
     return _svg(id, width, height, title, desc, "".join(parts), "lines")
 
 

@@ -18,9 +18,7 @@ def number(x: float, digits: int = 4, up: bool = False) -> str:
         return "n/a"
     if math.isinf(x):
         return "∞" if x > 0 else "−∞"
-    rounded = Context(prec=digits, rounding=ROUND_CEILING if up else ROUND_HALF_EVEN).create_decimal(
-        repr(float(x))
-    )
+    rounded = Context(prec=digits, rounding=ROUND_CEILING if up else ROUND_HALF_EVEN).create_decimal(repr(float(x)))
     if rounded == 0:
         return "0"
     exponent = rounded.adjusted()
@@ -79,8 +77,7 @@ def promise(facts: PublicFacts) -> tuple[str, ...]:
     unit, adjacency = facts.unit.rstrip("."), facts.adjacency.rstrip(".")
     epsilon, delta = f"ε{NBSP}={NBSP}{cost(facts.epsilon)}", f"δ{NBSP}={NBSP}{number(facts.delta)}"
     return (
-        "Differential privacy limits how much a published result can depend on any one unit of the private "
-        "data.",
+        "Differential privacy limits how much a published result can depend on any one unit of the private data.",
         f"Here the unit is: {unit}.",
         "Random noise is added while the private data is used, so that two data sets that are neighbours "
         f"({adjacency}) lead to almost the same results with almost the same probabilities.",
