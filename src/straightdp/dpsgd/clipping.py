@@ -10,8 +10,10 @@ and the clipped sum over records is one matrix product with g scaled by each rec
 record, its k T tokens form one example.
 
 Guarantee: recomputed in float64 from the same a and g, no record contributes more than C. The computed norm is
-raised by a bound on its own rounding (`ROUNDING`) before it is used. A record whose norm is not finite
-contributes zero; a padded record contributes zero; a batch without records sums to zero.
+raised by a bound on its own rounding before it is used (`rounding`). When the network runs in bfloat16, a and g
+are bfloat16 values, which TF32 products take without rounding; only the scaled g is rounded there, and the clip
+keeps a margin for that (`TF32`). A record whose norm is not finite contributes zero; a padded record contributes
+zero; a batch without records sums to zero.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from torch import Tensor, nn
 from straightdp.errors import BadInput
 from straightdp.privacy.vault import ClippedSum
 
-ROUNDING = 1e-5  # over (sum_t |a_t||g_t|)^2: float32 products of up to a few thousand tokens and channels
-MARGIN = 1 - 1e-5
+EPS = 2.0**-24  # unit rounding of float32
+TF32 = 2.0**-10  # of a float32 value taken into a TF32 product, rounded or cut off
+MARGIN = 1 - 1e-5  # for the factor and the norm's square root
 
 RecordLosses = Callable[[], Tensor]
 """Runs the network and returns one loss a record, (n,)."""
@@ -67,38 +70,45 @@ class ClippingEngine:
 
     def clipped_sum(self, losses: RecordLosses, mask: Tensor) -> ClippedSum:
         """Sum of clipped per-record gradients over the records with mask 1, and every record's norm."""
-        taps, gradients = self._backward(losses, mask)
-        n = len(mask)
-        squared = torch.zeros(n, device=mask.device)
-        upper = torch.zeros(n, device=mask.device)
-        for name, layer in self.layers.items():
-            a, g = examples(taps.inputs[name], n), examples(gradients[name], n)
-            norm, size = squared_norm(a, g)
-            squared += norm
-            upper += size
-            if layer.bias is not None:
-                squared += g.sum(dim=1).square().sum(dim=-1)
-                upper += g.norm(dim=-1).sum(dim=1).square()
-        norms = squared.clamp_min(0).sqrt()
-        bound = (squared.clamp_min(0) + ROUNDING * upper).sqrt()
-        usable = torch.isfinite(bound) & (mask > 0)
-        factor = torch.where(usable, (self.clip * MARGIN / bound.clamp_min(1e-30)).clamp_max(1.0), 0.0)
-        sums: list[Tensor] = []
-        for name, layer in self.layers.items():
-            a, g = examples(taps.inputs[name], n), examples(gradients[name], n)
-            chosen = usable[:, None, None]
-            scaled = torch.where(chosen, g, 0.0) * factor[:, None, None]
-            sums.append(scaled.flatten(0, 1).T @ torch.where(chosen, a, 0.0).flatten(0, 1))
-            if layer.bias is not None:
-                sums.append(scaled.sum(dim=(0, 1)))
+        kept, half = self._backward(losses, mask)
+        with _matmul_precision("high" if half else "highest"):
+            norms, bound = self._norms(kept, TF32 if half else 0.0)
+            usable = torch.isfinite(bound) & (mask > 0)
+            factor = torch.where(usable, (self.clip * MARGIN / bound.clamp_min(1e-30)).clamp_max(1.0), 0.0)
+            sums: list[Tensor] = []
+            for name, layer in self.layers.items():
+                a, g = kept[name]
+                chosen = usable[:, None, None]
+                scaled = torch.where(chosen, g, 0.0) * factor[:, None, None]
+                sums.append(scaled.flatten(0, 1).T @ torch.where(chosen, a, 0.0).flatten(0, 1))
+                if layer.bias is not None:
+                    sums.append(scaled.sum(dim=(0, 1)))
         return ClippedSum(sums, norms)
+
+    def _norms(self, kept: dict[str, tuple[Tensor, Tensor]], input_rounding: float) -> tuple[Tensor, Tensor]:
+        """(gradient norms, the same raised by all rounding up to and including the clipped sum's), per record."""
+        squared, error, size = 0.0, 0.0, 0.0
+        for name, layer in self.layers.items():
+            a, g = kept[name]
+            norm, upper, rounding = squared_norm(a, g)
+            squared, error, size = squared + norm, error + rounding * upper, size + upper
+            if layer.bias is not None:
+                upper = g.norm(dim=-1).sum(dim=1).square()
+                squared, size = squared + g.sum(dim=1).square().sum(dim=-1), size + upper
+                error = error + 2 * (g.shape[1] + 16) * EPS * upper
+        assert isinstance(squared, Tensor) and isinstance(size, Tensor)
+        squared = squared.clamp_min(0)
+        return squared.sqrt(), (squared + error).sqrt() + input_rounding * size.sqrt()
 
     def norms(self, losses: RecordLosses, n: int, device: torch.device) -> Tensor:
         """Per-record gradient norms alone: for public calibration of the clip."""
         return self.clipped_sum(losses, torch.ones(n, device=device)).norms
 
-    def _backward(self, losses: RecordLosses, mask: Tensor) -> tuple[Taps, dict[str, Tensor]]:
-        """One forward and one backward pass to the maps' outputs; weight gradients are never formed."""
+    def _backward(self, losses: RecordLosses, mask: Tensor) -> tuple[dict[str, tuple[Tensor, Tensor]], bool]:
+        """One forward and one backward pass to the maps' outputs; weight gradients are never formed.
+
+        Returns each map's (a, g) as float32 (n, tokens, channels), and whether they hold bfloat16 values.
+        """
         with self._tapped() as taps:
             per_record = losses()
             if per_record.shape != mask.shape:
@@ -110,12 +120,16 @@ class ClippingEngine:
             if missing:
                 raise BadInput(f"layer {missing[0]} took no part in the forward pass: freeze it")
             values = torch.autograd.grad(total, [taps.outputs[name] for name in self.layers], allow_unused=True)
-        gradients = {}
-        for name, value in zip(self.layers, values, strict=True):
-            if value is None:
+        half = any(output.dtype == torch.bfloat16 for output in taps.outputs.values())
+        kept = {}
+        for name, g in zip(self.layers, values, strict=True):
+            if g is None:
                 raise BadInput(f"layer {name} does not reach the loss: freeze it")
-            gradients[name] = value
-        return taps, gradients
+            a = taps.inputs[name]
+            if half:
+                a, g = a.bfloat16(), g.bfloat16()
+            kept[name] = examples(a.float(), len(mask)), examples(g.float(), len(mask))
+        return kept, half
 
     @contextmanager
     def _tapped(self):
@@ -152,12 +166,26 @@ def examples(x: Tensor, n: int) -> Tensor:
     return x.reshape(n, -1, x.shape[-1])
 
 
-def squared_norm(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """(||sum_t g_t a_t^T||_F^2, (sum_t |a_t||g_t|)^2) per record, by the cheaper of the two formulas."""
+def squared_norm(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, float]:
+    """(||sum_t g_t a_t^T||_F^2, (sum_t |a_t||g_t|)^2, rounding) per record, by the cheaper of the two formulas.
+
+    The computed first value is off by at most rounding times the second: float32 inner products of k terms are
+    off by at most k EPS times the sum of their absolute values, and both formulas square such a product once.
+    """
     tokens, wide, high = a.shape[1], a.shape[2], g.shape[2]
     size = (a.norm(dim=-1) * g.norm(dim=-1)).sum(dim=1).square()
     if tokens == 1:
-        return size, size
+        return size, size, 2 * (wide + high + 16) * EPS
     if tokens * (wide + high) < wide * high:
-        return ((a @ a.mT) * (g @ g.mT)).sum(dim=(1, 2)), size
-    return (g.mT @ a).square().sum(dim=(1, 2)), size
+        return ((a @ a.mT) * (g @ g.mT)).sum(dim=(1, 2)), size, 2 * (max(wide, high) + tokens + 16) * EPS
+    return (g.mT @ a).square().sum(dim=(1, 2)), size, 2 * (tokens + 16) * EPS
+
+
+@contextmanager
+def _matmul_precision(precision: str):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

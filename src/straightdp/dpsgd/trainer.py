@@ -37,8 +37,9 @@ def record_losses(
     captions = torch.where(dropped[:, None], null.expand_as(captions), captions)
 
     def losses() -> Tensor:
-        prediction = net(interpolate(z, xi, t), t, captions)
-        return squared_error(prediction, velocity(z, xi)).reshape(n, k).mean(dim=1)
+        with torch.autocast(z.device.type, dtype=torch.bfloat16, enabled=z.device.type == "cuda"):
+            prediction = net(interpolate(z, xi, t), t, captions)
+        return squared_error(prediction.float(), velocity(z, xi)).reshape(n, k).mean(dim=1)
 
     return losses
 
