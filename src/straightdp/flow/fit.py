@@ -41,7 +41,7 @@ def fit(
 ) -> None:
     """Run `steps` steps and leave the EMA weights in `net`. `track(steps, done, total)` shows progress."""
     parameters = trainable(net)
-    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=parameters[0].is_cuda)
     average = [p.detach().clone() for p in parameters]
     start = _restore(checkpoint, parameters, average, optimizer)
     for step in track(range(start, steps), start, steps):
