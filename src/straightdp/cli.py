@@ -9,11 +9,11 @@ from pathlib import Path
 from straightdp import __version__
 from straightdp.errors import BadInput, BudgetRefused
 
-BAD_INPUT, REFUSED, WRONG = 2, 3, 1
+WRONG, BAD_INPUT, REFUSED = 1, 2, 3
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 done; 1 a transcript that does not hold; 2 bad input; 3 budget refused."""
+    """Exit code 0 done; 1 what was checked does not hold; 2 bad input; 3 budget refused."""
     options = build_parser().parse_args(argv)
     try:
         return options.command(options) or 0
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="straightdp",
         description="From a private image set and a public one to a release that may be published under one privacy budget.",
-        epilog="Exit codes: 0 done, 1 a transcript does not hold, 2 bad input, 3 budget refused.",
+        epilog="Exit codes: 0 done, 1 what was checked does not hold, 2 bad input, 3 budget refused.",
     )
     parser.add_argument("--version", action="version", version=f"straightdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -192,12 +192,11 @@ def _again(options: argparse.Namespace) -> None:
     print(f"{folder.root / 'report.html'} (internal), {folder.release / 'report.html'} (public)")
 
 
-def _data(options: argparse.Namespace) -> None:
-    from straightdp.data import download
-    from straightdp.data.catalogue import data_root
+def _data(options: argparse.Namespace) -> int:
+    from straightdp.data import catalogue, download
 
-    if options.action == "get":
-        download.get(options.name, data_root())
-    else:
-        for file, status in download.check(options.name, data_root()):
-            print(f"{file}: {status}")
+    root = catalogue.data_root()
+    rows = (download.get if options.action == "get" else download.check)(options.name, root)
+    for file, status in rows:
+        print(f"{file}: {status}")
+    return WRONG if any(status in ("missing", "wrong content") for _, status in rows) else 0

@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from straightdp import stages
@@ -14,6 +15,7 @@ from straightdp.data.sources import load as load_records
 from straightdp.errors import BadInput
 from straightdp.folder import RunFolder, file_hash
 from straightdp.generator import Conditioning
+from straightdp.moments.basis import check_features
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import release_parts
 from straightdp.nets.captions import Tokenizer
@@ -111,6 +113,8 @@ def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
     side = public.shape[1]
     if side % recipe.net.patch:
         raise BadInput(f"images of {side} pixels do not divide into patches of {recipe.net.patch}; set net.patch")
+    if release_parts(recipe):
+        check_features(recipe.release.features, len(public), int(np.prod(public.shape)))
     intake = Intake(recipe, side)
     private_captions = from_template(recipe.private.caption, intake.classes)
     public_captions = from_template(recipe.public.caption, public.classes)

@@ -31,13 +31,19 @@ class Basis:
         return self.mean + f @ self.P
 
 
+def check_features(features: int, n: int, d: int) -> None:
+    """Refuse a basis that n public records of d values cannot carry."""
+    if features > min(n - 1, d):
+        raise BadInput(
+            f"{n} public records of {d} values cannot carry {features} features; set release.features to at most "
+            f"{min(n - 1, d)}"
+        )
+
+
 def fit_basis(z: Tensor, labels: Tensor, section: Release) -> Basis:
     """PCA of the public records z (n, d), and public quantiles for every radius."""
     z = z.flatten(1).double()
-    if len(z) <= section.features:
-        raise BadInput(f"{len(z)} public records cannot carry {section.features} features; lower release.features")
-    if section.features > z.shape[1]:
-        raise BadInput(f"records have {z.shape[1]} values; lower release.features from {section.features}")
+    check_features(section.features, *z.shape)
     mean = z.mean(dim=0)
     centred = z - mean
     _, vectors = torch.linalg.eigh(centred.T @ centred / len(z))

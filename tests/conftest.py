@@ -1,0 +1,83 @@
+"""A tiny run that every pipeline test can afford, on real files."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from straightdp.data.demo import digits, letters
+
+TINY = """
+[run]
+device = "cpu"
+[privacy]
+epsilon = 5.0
+n = 400
+interval = 1e-3
+[private]
+data = "{private}"
+holdout = "{holdout}"
+caption = "the digit {{label}}"
+[public]
+data = "{public}"
+caption = "the letter {{label}}"
+[image]
+size = 8
+[net]
+width = 16
+depth = 2
+heads = 2
+patch = 2
+caption_width = 8
+caption_length = 4
+[pretrain]
+steps = 120
+batch = 32
+lr = 2e-3
+[release]
+sigma = 3.0
+features = 8
+rank = 8
+[distill]
+steps = 120
+batch = 32
+lr = 2e-3
+[dpsgd]
+sigma = 3.0
+q = 0.05
+steps = 150
+draws = 2
+micro_batch = 16
+checkpoint_every = 10
+[sample]
+n = 60
+[evaluate]
+probe_steps = 30
+"""
+PIN = "aa" * 32
+
+
+def save(path: Path, records, n: int) -> Path:
+    names = np.array(records.classes)[records.labels[:n]]
+    if all(name.isdigit() for name in names):
+        names = names.astype(np.int64)
+    np.savez(path, images=records.x[:n, 0], labels=names)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        "private": save(folder / "private.npz", digits("train"), 400),
+        "holdout": save(folder / "holdout.npz", digits("test"), 100),
+        "public": save(folder / "public.npz", letters(n=400), 400),
+    }
+
+
+@pytest.fixture
+def tiny(tiny_data, tmp_path) -> Path:
+    """The path of a recipe file."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY.format(**tiny_data))
+    return path

@@ -1,0 +1,112 @@
+"""The noise has the declared scale, comes from the key, and repeats only for the same (key, stream, step)."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from straightdp.errors import BadInput
+from straightdp.privacy.noise import Noise, open_noise
+
+CPU = torch.device("cpu")
+
+
+def p_value(draw: np.ndarray, std: float) -> float:
+    """Of a Kolmogorov-Smirnov test against N(0, std^2)."""
+    return float(stats.kstest(draw, "norm", args=(0, std)).pvalue)
+
+
+def accepts_only(draw: np.ndarray, std: float) -> bool:
+    """A test that takes the declared scale and refuses two thirds and three halves of it."""
+    return p_value(draw, std) > 1e-4 and p_value(draw, std * 2 / 3) < 1e-6 and p_value(draw, std * 1.5) < 1e-6
+
+
+@pytest.fixture
+def real(tmp_path) -> Noise:
+    return open_noise(tmp_path, None)
+
+
+def pinned(tmp_path, byte: int = 7) -> Noise:
+    return Noise(bytes([byte]) * 32, pinned=True, folder=tmp_path / str(byte))
+
+
+@pytest.mark.parametrize("scale", [50.0, 8.0 * 2**30])
+def test_release_noise_has_the_declared_scale(real, tmp_path, scale):
+    assert accepts_only(real.integer_gaussian("a", scale, 5000), scale)
+    assert accepts_only(pinned(tmp_path).integer_gaussian("a", scale, 5000), scale)
+
+
+def test_release_noise_is_drawn_once_and_kept(real):
+    first = real.integer_gaussian("release/means", 100.0, 50)
+    np.testing.assert_array_equal(first, real.integer_gaussian("release/means", 100.0, 50))
+    assert not np.array_equal(first, real.integer_gaussian("release/other", 100.0, 50))
+    with pytest.raises(BadInput):
+        real.integer_gaussian("release/means", 100.0, 51)
+
+
+def test_gradient_noise_is_standard_normal(real):
+    draw = real.normal("s", 0, 40_000, CPU).numpy()
+    assert accepts_only(draw, 1.0)
+    assert abs(np.corrcoef(draw[:-1], draw[1:])[0, 1]) < 5 / math.sqrt(len(draw))
+
+
+def test_draws_are_keyed_by_key_stream_and_step(tmp_path):
+    noise = pinned(tmp_path)
+    base = noise.normal("s", 3, 100, CPU)
+    torch.testing.assert_close(base, noise.normal("s", 3, 100, CPU), rtol=0, atol=0)
+    others = [noise.normal("s", 4, 100, CPU), noise.normal("t", 3, 100, CPU), pinned(tmp_path, 8).normal("s", 3, 100, CPU)]
+    assert all(not torch.equal(base, other) for other in others)
+
+
+def test_two_runs_get_two_keys_of_the_operating_system(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    a, b = open_noise(tmp_path / "a", None), open_noise(tmp_path / "b", None)
+    assert a.label == "os"
+    assert (tmp_path / "a" / "noise.key").read_bytes() != (tmp_path / "b" / "noise.key").read_bytes()
+    assert (tmp_path / "a" / "noise.key").stat().st_mode & 0o077 == 0
+    assert not torch.equal(a.normal("s", 0, 10, CPU), b.normal("s", 0, 10, CPU))
+    again = open_noise(tmp_path / "a", None)
+    torch.testing.assert_close(a.normal("s", 0, 10, CPU), again.normal("s", 0, 10, CPU), rtol=0, atol=0)
+
+
+def test_the_experiments_seed_does_not_move_the_noise(tmp_path):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    first = pinned(tmp_path).normal("s", 0, 10, CPU)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    torch.testing.assert_close(first, pinned(tmp_path).normal("s", 0, 10, CPU), rtol=0, atol=0)
+
+
+def test_a_pinned_key_says_so(tmp_path):
+    assert open_noise(tmp_path, "00" * 32).label == "pinned"
+    assert not (tmp_path / "noise.key").exists()
+
+
+@pytest.mark.parametrize("q", [0.003, 0.2, 1.0])
+def test_poisson_sampling_is_independent_coins(tmp_path, q):
+    noise, n, steps = pinned(tmp_path), 400, 500
+    sizes = np.array([len(noise.members("m", k, q, n)) for k in range(steps)])
+    if q == 1.0:
+        assert (sizes == n).all()
+        return
+    expected = [stats.binom.pmf(k, n, q) for k in range(n + 1)]
+    low, high = int(stats.binom.ppf(0.001, n, q)), int(stats.binom.ppf(0.999, n, q))
+    assert sizes.mean() == pytest.approx(n * q, abs=5 * math.sqrt(n * q * (1 - q) / steps))
+    assert sizes.var() == pytest.approx(n * q * (1 - q), rel=0.35)  # a fixed batch size would have none
+    assert sizes.min() >= low - 5
+    assert sizes.max() <= high + 5
+    assert sum(expected) == pytest.approx(1.0)
+    inclusion = np.zeros(n)
+    for k in range(steps):
+        inclusion[noise.members("m", k, q, n)] += 1
+    spread = inclusion.std() / math.sqrt(steps * q * (1 - q))
+    assert 0.85 < spread < 1.15
+
+
+def test_small_rates_give_empty_batches(tmp_path):
+    sizes = [len(pinned(tmp_path).members("m", k, 0.001, 50)) for k in range(50)]
+    assert 0 in sizes

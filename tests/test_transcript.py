@@ -1,0 +1,231 @@
+"""The ledger writes before it touches, refuses what was not declared, and replay names the first wrong line."""
+
+import json
+
+import pytest
+
+from straightdp.audits.replay import replay
+from straightdp.errors import BadInput, BudgetRefused
+from straightdp.folder import file_hash
+from straightdp.privacy import ledger as ledger_module
+from straightdp.privacy.accountant import Declaration, epsilon
+from straightdp.privacy.ledger import START, Ledger, seal
+from straightdp.privacy.workload import Certificate
+
+WORKLOAD = (
+    Declaration("release/means", "sums", "gaussian", 1.118, 15.0),
+    Declaration("release/covariance", "moments", "gaussian", 1.0, 8.0),
+    Declaration("dpsgd/gradients", "gradients", "poisson_gaussian", 1.0, 4.0, 0.02, 5),
+)
+
+
+def new_ledger(path, noise="os") -> Ledger:
+    certificate = Certificate(WORKLOAD, epsilon(WORKLOAD, 1e-5, 1e-3), 1e-5, 1e-3)
+    book = Ledger(path)
+    assumptions = [{"name": "N", "value": "10", "source": "declared"}]
+    book.declare(certificate, budget=1.0, noise=noise, mode="tight", n=10, recipe="x", assumptions=assumptions)
+    return book
+
+
+def finished(folder, noise="os"):
+    folder.mkdir(exist_ok=True)
+    book = new_ledger(folder / "transcript.jsonl", noise)
+    book.spend("release/means")
+    book.spend("release/covariance")
+    for step in range(5):
+        book.spend("dpsgd/gradients", step)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    book.close({"model.safetensors": file_hash(folder / "model.safetensors")})
+    return folder / "transcript.jsonl"
+
+
+def test_an_honest_transcript_holds(tmp_path):
+    path = finished(tmp_path / "release")
+    for place in (path, path.parent, tmp_path):
+        verdict = replay(place)
+        assert verdict.holds
+        assert verdict.releasable
+        assert verdict.epsilon == pytest.approx(epsilon(WORKLOAD, 1e-5, 1e-3))
+
+
+def test_pinned_noise_is_named_as_not_releasable(tmp_path):
+    verdict = replay(finished(tmp_path, "pinned"))
+    assert verdict.holds
+    assert not verdict.releasable
+    assert "NOT RELEASABLE" in verdict.text
+
+
+def test_any_flipped_byte_is_named(tmp_path):
+    path = finished(tmp_path)
+    data = path.read_bytes()
+    line = 1
+    for position in range(len(data)):
+        if position % 7 == 0 or data[position : position + 1] == b"\n":
+            spoilt = bytearray(data)
+            spoilt[position] ^= 1 << (position % 8)
+            path.write_bytes(bytes(spoilt))
+            verdict = replay(path)
+            assert not verdict.holds, position
+            assert verdict.line in (line, line + 1), position  # a broken line end may show on either side of it
+        if data[position : position + 1] == b"\n":
+            line += 1
+
+
+def test_a_dropped_repeated_or_moved_line_is_named(tmp_path):
+    path = finished(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for k in range(len(lines)):
+        variants = {"dropped": lines[:k] + lines[k + 1 :], "repeated": lines[: k + 1] + lines[k:]}
+        if k + 1 < len(lines):
+            variants["moved"] = [*lines[:k], lines[k + 1], lines[k], *lines[k + 2 :]]
+        for name, changed in variants.items():
+            path.write_bytes(b"".join(changed))
+            verdict = replay(path)
+            assert not verdict.holds, (name, k)
+            assert verdict.line is not None
+            assert abs(verdict.line - (k + 1)) <= 1, (name, k, verdict.text)
+
+
+def reseal(path, change):
+    """What a forger would do: change entries and compute every hash anew."""
+    entries = [json.loads(line) for line in path.read_bytes().splitlines()]
+    for entry in entries:
+        del entry["hash"]
+    entries = change(entries)
+    previous, data = START, b""
+    for number, entry in enumerate(entries, start=1):
+        line, previous = seal(entry | {"line": number, "previous": previous})
+        data += line
+    path.write_bytes(data)
+
+
+def set_sigma(entries):
+    entries[3]["mechanism"]["sigma"] *= 1.5
+    return entries
+
+
+def set_sigma_and_std(entries):
+    entries[3]["mechanism"]["sigma"] *= 1.5
+    entries[3]["mechanism"]["noise_std"] *= 1.5
+    return entries
+
+
+def drop_execution(entries):
+    return [e for e in entries if not (e["kind"] == "execute" and e.get("step") == 3)]
+
+
+def repeat_execution(entries):
+    return [*entries[:8], entries[7], *entries[8:]]
+
+
+def execute_undeclared(entries):
+    entries[7]["id"] = "release/secret"
+    return entries
+
+
+def too_far(entries):
+    entries[-2]["step"] = 5
+    return entries
+
+
+def other_budget(entries):
+    entries[0]["epsilon"] = 0.1
+    return entries
+
+
+def no_totals(entries):
+    return entries[:-1]
+
+
+def late_declaration(entries):
+    return [*entries[:8], entries[3], *entries[8:]]
+
+
+@pytest.mark.parametrize(
+    ("forgery", "line"),
+    [
+        (set_sigma, 4),
+        (set_sigma_and_std, 6),
+        (drop_execution, 13),
+        (repeat_execution, 9),
+        (execute_undeclared, 8),
+        (too_far, 13),
+        (other_budget, 6),
+        (no_totals, 14),
+        (late_declaration, 9),
+    ],
+)
+def test_a_forgery_with_fresh_hashes_is_named(tmp_path, forgery, line):
+    path = finished(tmp_path)
+    reseal(path, forgery)
+    verdict = replay(path)
+    assert not verdict.holds
+    assert verdict.line == line, verdict.text
+
+
+def test_resealing_without_a_change_is_no_forgery(tmp_path):
+    path = finished(tmp_path)
+    before = path.read_bytes()
+    reseal(path, lambda entries: entries)
+    assert path.read_bytes() == before
+
+
+def test_another_model_beside_the_transcript_is_named(tmp_path):
+    path = finished(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert not replay(path).holds
+
+
+def test_what_was_not_declared_is_refused(tmp_path):
+    book = new_ledger(tmp_path / "t.jsonl")
+    for id, step in (("release/other", 0), ("release/means", 1), ("dpsgd/gradients", 5), ("dpsgd/gradients", -1)):
+        with pytest.raises(BudgetRefused):
+            book.spend(id, step)
+    with pytest.raises(BudgetRefused):
+        Ledger(tmp_path / "empty.jsonl").spend("release/means")
+
+
+def test_a_step_is_recorded_once_across_sessions(tmp_path):
+    path = tmp_path / "t.jsonl"
+    new_ledger(path).spend("dpsgd/gradients", 0)
+    book = Ledger(path)
+    book.spend("dpsgd/gradients", 0)
+    book.spend("dpsgd/gradients", 1)
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines() if '"execute"' in line]
+    assert steps == [0, 1]
+
+
+def test_the_entry_is_synced_before_spend_returns(tmp_path, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    book = new_ledger(path)
+    synced = []
+    real = ledger_module.os.fsync
+    monkeypatch.setattr(ledger_module.os, "fsync", lambda fd: (synced.append(path.read_bytes()), real(fd)))
+    book.spend("release/means")
+    assert synced
+    assert b'"id":"release/means"' in synced[-1].splitlines()[-1]
+
+
+def test_a_closed_budget_spends_no_more(tmp_path):
+    path = finished(tmp_path)
+    with pytest.raises(BudgetRefused, match="closed"):
+        Ledger(path).spend("release/means")
+
+
+def test_a_line_cut_off_by_a_crash_is_removed_and_a_damaged_one_is_refused(tmp_path):
+    path = tmp_path / "t.jsonl"
+    new_ledger(path).spend("release/means")
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind":"execute","id":"rel')
+    book = Ledger(path)
+    assert path.read_bytes() == whole
+    book.spend("release/covariance")
+    assert len(path.read_bytes().splitlines()) == len(whole.splitlines()) + 1
+    path.write_bytes(whole.replace(b"15.0", b"25.0"))
+    with pytest.raises(BadInput, match="line 3"):
+        Ledger(path)
+
+
+def test_no_transcript_is_bad_input(tmp_path):
+    with pytest.raises(BadInput):
+        replay(tmp_path)

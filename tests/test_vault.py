@@ -1,0 +1,193 @@
+"""The vault gives out declared, noised values and nothing else; a neighbour moves them no further than declared."""
+
+import ast
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import straightdp
+from straightdp.data.records import Records
+from straightdp.dpsgd.clipping import ClippingEngine
+from straightdp.errors import BadInput, BudgetRefused
+from straightdp.privacy.accountant import Declaration
+from straightdp.privacy.ledger import Ledger
+from straightdp.privacy.mechanisms import RowSum
+from straightdp.privacy.noise import Noise
+from straightdp.privacy.vault import Vault
+from straightdp.privacy.workload import Certificate
+
+ROOT = Path(straightdp.__file__).parent
+CPU = torch.device("cpu")
+STEPS = 30
+WORKLOAD = (
+    Declaration("sum", "", "gaussian", 2.0, 3.0),
+    Declaration("steps", "", "poisson_gaussian", 1.0, 1.5, 0.4, STEPS),
+)
+
+
+def some_records(n: int, seed: int = 0) -> Records:
+    rng = np.random.default_rng(seed)
+    return Records(rng.integers(0, 256, (n, 1, 2, 2), dtype=np.uint8), rng.integers(0, 3, n), ("a", "b", "c"))
+
+
+def make_vault(folder: Path, records: Records, n: int = 50, workload=WORKLOAD) -> Vault:
+    folder.mkdir(exist_ok=True)
+    ledger = Ledger(folder / "t.jsonl")
+    ledger.declare(
+        Certificate(workload, 1.0, 1e-5, 1e-3), budget=9, noise="pinned", mode="tight", n=n, recipe="", assumptions=[]
+    )
+    noise = Noise(b"k" * 32, pinned=True, folder=folder / "noise")
+    return Vault(records, ledger, noise, n=n, diagnostics=folder / "diagnostics.jsonl")
+
+
+def gradient(vault: Vault, step: int, clip: float = 0.3, micro_batch: int = 8) -> torch.Tensor:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    engine = ClippingEngine(nn.Sequential(net), clip)
+
+    def clipped_sum(batch):
+        def losses():
+            out = engine.net(batch.z.flatten(1))
+            noise = torch.randn(len(out), 3, generator=batch.generator)
+            return (out - noise).square().sum(dim=1)
+
+        return engine.clipped_sum(losses, batch.mask)
+
+    parts = vault.noisy_gradient("steps", step, clipped_sum, clip=clip, micro_batch=micro_batch, device=CPU)
+    return torch.cat([p.flatten() for p in parts])
+
+
+def test_a_neighbour_moves_the_noisy_gradient_by_at_most_the_clip(tmp_path):
+    """Same key, one record more at the end: what is left of the difference is that record's contribution."""
+    few, more = some_records(20), some_records(21)
+    more.x[:20], more.labels[:20] = few.x, few.labels
+    a, b = make_vault(tmp_path / "a", few), make_vault(tmp_path / "b", more)
+    moves = [float((gradient(a, k) - gradient(b, k)).norm()) * 0.4 * 50 for k in range(STEPS)]
+    assert max(moves) <= 0.3 * (1 + 1e-4)
+    assert max(moves) >= 0.3 * 0.99  # and it is attained
+    assert min(moves) < 1e-5  # by no means every batch has the record
+
+
+def test_a_neighbour_moves_the_noisy_sum_by_at_most_its_sensitivity(tmp_path):
+    few, more = some_records(10), some_records(11)
+    more.x[:10], more.labels[:10] = few.x, few.labels
+    statistic = RowSum(lambda z, y: z * 100, 4, 2.0, blocks=3)
+    a = make_vault(tmp_path / "a", few).gaussian_sum("sum", statistic)
+    b = make_vault(tmp_path / "b", more).gaussian_sum("sum", statistic)
+    assert 2.0 * 0.99 <= np.linalg.norm(a - b) <= 2.0
+
+
+def test_an_empty_set_gives_pure_noise(tmp_path):
+    vault = make_vault(tmp_path, some_records(0))
+    draw = torch.cat([gradient(vault, k) for k in range(STEPS)]) * 0.4 * 50 / (1.5 * 0.3)
+    assert abs(float(draw.std()) - 1) < 0.15
+    assert json.loads((tmp_path / "diagnostics.jsonl").read_text().splitlines()[0])["batch"] == 0
+
+
+def test_the_sum_is_divided_by_the_expected_batch_of_the_declared_n(tmp_path):
+    """The same records under N = 50 and N = 100: exactly half, whatever batch was drawn."""
+    a, b = make_vault(tmp_path / "a", some_records(30), 50), make_vault(tmp_path / "b", some_records(30), 100)
+    for step in range(5):
+        torch.testing.assert_close(gradient(a, step), 2 * gradient(b, step), rtol=1e-6, atol=0)
+
+
+def test_the_micro_batch_size_does_not_change_the_sum_beyond_its_draws(tmp_path):
+    """With one draw-free loss the split into micro-batches is invisible."""
+
+    def plain(vault, micro_batch):
+        def clipped_sum(batch):
+            torch.manual_seed(1)
+            engine = ClippingEngine(nn.Sequential(nn.Linear(4, 2)), 0.5)
+            return engine.clipped_sum(lambda: engine.net(batch.z.flatten(1)).square().sum(dim=1), batch.mask)
+
+        return vault.noisy_gradient("steps", 0, clipped_sum, clip=0.5, micro_batch=micro_batch, device=CPU)
+
+    records = some_records(40)
+    one = plain(make_vault(tmp_path / "a", records), 64)
+    many = plain(make_vault(tmp_path / "b", records), 3)
+    for x, y in zip(one, many, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
+def test_the_entry_is_on_disk_before_a_record_is_read(tmp_path):
+    """The statistic looks at the transcript at the moment it first sees records."""
+    seen = []
+
+    def vectors(z, y):
+        seen.append((tmp_path / "t.jsonl").read_text().splitlines()[-1])
+        return z
+
+    make_vault(tmp_path, some_records(4)).gaussian_sum("sum", RowSum(vectors, 4, 2.0))
+    entry = json.loads(seen[0])
+    assert (entry["kind"], entry["id"]) == ("execute", "sum")
+
+
+def test_what_is_not_declared_never_reaches_a_record(tmp_path):
+    touched = []
+    statistic = RowSum(lambda z, y: touched.append(1) or z, 4, 2.0)
+    vault = make_vault(tmp_path, some_records(4))
+    with pytest.raises(BudgetRefused):
+        vault.gaussian_sum("other", statistic)
+    with pytest.raises(BudgetRefused):
+        vault.gaussian_sum("steps", statistic)
+    with pytest.raises(BudgetRefused, match="more than"):
+        vault.gaussian_sum("sum", RowSum(lambda z, y: touched.append(1) or z, 4, 2.1))
+    assert not touched
+
+
+def test_more_records_than_the_declared_n_are_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"privacy\.n"):
+        make_vault(tmp_path, some_records(51), 50)
+
+
+def test_the_vault_has_no_way_to_read_a_record(tmp_path):
+    vault = make_vault(tmp_path, some_records(4))
+    public = {name for name in dir(vault) if not name.startswith("_")}
+    assert public == {"n", "classes", "gaussian_sum", "noisy_gradient"}
+
+
+def modules_outside_privacy():
+    for path in ROOT.rglob("*.py"):
+        if "privacy" not in path.relative_to(ROOT).parts:
+            yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_no_other_room_imports_the_raw_private_reader():
+    for path, tree in modules_outside_privacy():
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{a.name}" for a in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            assert not any(name.startswith("straightdp.privacy.reader") for name in names), path
+            if isinstance(node, ast.Attribute):
+                assert not node.attr.startswith(("_Vault__", "_Intake__")), path
+
+
+def test_the_private_data_source_is_opened_only_from_the_privacy_room(monkeypatch, tmp_path):
+    """At run time: whoever calls the loader with the private source has the raw reader on its stack."""
+    import sys
+
+    from straightdp import pipeline
+    from straightdp.data import sources
+    from straightdp.folder import RunFolder
+    from straightdp.privacy import reader
+    from straightdp.recipe import parse
+
+    real, callers = sources.load, []
+
+    def watched(source, **options):
+        if source.startswith("digits"):
+            callers.append(sys._getframe(1).f_globals["__name__"])
+        return real(source, **options)
+
+    monkeypatch.setattr(reader, "load", watched)
+    monkeypatch.setattr(pipeline, "load_records", watched)
+    tree = {"private": {"data": "digits:train", "holdout": "digits:test"}, "public": {"data": "letters"}}
+    pipeline.gather(parse(tree | {"image": {"size": 8}}), RunFolder(tmp_path / "none"))
+    assert set(callers) == {"straightdp.privacy.reader"}
