@@ -20,12 +20,13 @@ def test_help_answers_in_under_a_second():
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys, straightdp.cli as c; c.build_parser(); print([m for m in ('torch','numpy','pydantic') if m in sys.modules])"
+    heavy = "[m for m in ('torch', 'numpy', 'pydantic') if m in sys.modules]"
+    code = f"import sys, straightdp.cli as c; c.build_parser(); print({heavy})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def image_folder(root, classes=("cat", "dog"), n=12, size=8):
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(len(classes))
     for name in classes:
         (root / name).mkdir(parents=True)
         for k in range(n):
@@ -102,6 +103,27 @@ def too_few_public(private, public):
     return ["--set", "release.features=500"], "release.features"
 
 
+def private_records_in_the_public_set(private, public):
+    (public / "a" / "copy.png").write_bytes((private / "cat" / "0.png").read_bytes())
+    return [], "public.data"
+
+
+def the_same_set_twice(private, public):
+    return ["--public", str(private)], "public.data"
+
+
+def delta_above_one_over_n(private, public):
+    return ["--delta", "0.1"], "1/N"
+
+
+def dpsgd_steps_without_a_weight(private, public):
+    return ["--set", "dpsgd.weight=0"], "dpsgd.steps"
+
+
+def all_privacy_to_the_means(private, public):
+    return ["--set", "release.means_share=1"], "means_share"
+
+
 def caption_without_label(private, public):
     return ["--set", "private.caption=a picture"], "label"
 
@@ -125,6 +147,11 @@ def caption_without_label(private, public):
         patch_does_not_divide,
         too_few_public,
         caption_without_label,
+        private_records_in_the_public_set,
+        the_same_set_twice,
+        delta_above_one_over_n,
+        dpsgd_steps_without_a_weight,
+        all_privacy_to_the_means,
     ],
 )
 def test_bad_input_is_one_sentence_and_writes_nothing(case, folders, tmp_path, capsys, monkeypatch):

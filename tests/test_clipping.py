@@ -12,6 +12,7 @@ from straightdp.dpsgd import clipping
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.trainer import record_losses
 from straightdp.errors import BadInput
+from straightdp.flow.path import TorchDraws
 from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import DpSgd, Net
 
@@ -32,7 +33,7 @@ def losses_of(net, z, draws, seed=0):
     generator = torch.Generator().manual_seed(seed)
     captions = torch.arange(len(z)).remainder(5)[:, None].expand(-1, 3) + 1
     null = torch.zeros(1, 3, dtype=torch.int64)
-    return record_losses(net, z, captions, null, DpSgd(draws=draws), 0.2, generator)
+    return record_losses(net, z, captions, null, DpSgd(draws=draws), 0.2, TorchDraws(generator))
 
 
 def loop(net, losses, n, clip, mask):
@@ -155,7 +156,7 @@ def contributions_without_bias(engine, losses, n):
     kept, _ = engine._backward(losses, torch.ones(n))
     _, bound = engine._norms(kept, 0.0)
     factor = (engine.clip * clipping.MARGIN / bound).clamp_max(1.0)
-    (a, g), = kept.values()
+    ((a, g),) = kept.values()
     return ((g * factor[:, None, None]).double().mT @ a.double()).square().sum(dim=(1, 2)).sqrt()
 
 

@@ -24,6 +24,15 @@ from straightdp.recipe import Net
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch": 2, "caption_width": 8, "caption_length": 3, "vocabulary": 16}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The tensors here are small: threads only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def random_net(shape=(1, 4, 4), seed=0, **changes) -> MMDiT:
     """Every weight random, so that no layer is silent because of its initial zeros."""
     torch.manual_seed(seed)

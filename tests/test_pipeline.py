@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
-from conftest import PIN
 
-from straightdp.folder import file_hash
+from conftest import PIN
+from straightdp.files import file_hash
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PINNED = ("--set", f'privacy.pinned_key="{PIN}"')
@@ -29,6 +29,13 @@ def transcript(run) -> list[dict]:
     return [json.loads(line) for line in (run / "release" / "transcript.jsonl").read_text().splitlines()]
 
 
+def stages_done(run) -> str:
+    """How far a run has come: its finished stages and executed mechanisms."""
+    stamps, ledger = run / "private/stages.json", run / "private/transcript.jsonl"
+    executed = ledger.read_text().count('"execute"') if ledger.exists() else 0
+    return f"{len(json.loads(stamps.read_text())) if stamps.exists() else 0} stages, {executed} executions"
+
+
 @pytest.mark.pipeline
 def test_twenty_kills_change_nothing(tiny, tmp_path):
     """kill -9 at random moments, then --resume: bit-equal to a run that was left alone with the same key."""
@@ -38,13 +45,16 @@ def test_twenty_kills_change_nothing(tiny, tmp_path):
     whole = time.monotonic() - start
     assert done.returncode == 0, done.stderr
 
-    rng = random.Random(0)
+    rng, reached = random.Random(0), []
     arguments = command("run", tiny, "--out", killed, "--resume", *PINNED)
     for _ in range(20):
         process = subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.05, 0.45) * whole)
+        time.sleep(rng.uniform(0.1, 0.4) * whole)
+        assert process.poll() is None, "the run ended before it was killed: give it more to do"
         process.send_signal(signal.SIGKILL)
         process.wait()
+        reached.append(stages_done(killed))
+    assert len(set(reached)) >= 4, reached  # the kills fell into several stages
     last = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert last.returncode == 0, last.stderr
 
@@ -129,6 +139,34 @@ def test_a_spent_budget_and_another_recipe_are_refused(finished):
         assert word in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
     assert file_hash(run) == before
+
+
+@pytest.mark.pipeline
+def test_an_edited_recipe_a_moved_release_and_a_lost_private_folder_give_nothing_back(finished, tmp_path):
+    """The ways a user might, in good faith, reuse a folder."""
+    run = finished[0]
+    import shutil
+
+    def attempt(name, spoil):
+        copy = tmp_path / name
+        shutil.copytree(run, copy)
+        spoil(copy)
+        return copy, straightdp("run", copy / "recipe.toml", "--out", copy, "--resume")
+
+    def edit(copy):
+        text = (copy / "recipe.toml").read_text()
+        (copy / "recipe.toml").write_text(text.replace("radius_quantile = 0.5", "radius_quantile = 0.9"))
+
+    def move_release(copy):
+        (copy / "release").rename(copy.parent / "published")
+
+    _, result = attempt("edited", edit)
+    assert (result.returncode, "another recipe" in result.stderr) == (2, True), result.stderr
+    _, result = attempt("moved", move_release)
+    assert result.returncode == 3, result.stderr
+    assert "closed" in result.stderr
+    _, result = attempt("lost", lambda copy: shutil.rmtree(copy / "private"))
+    assert (result.returncode, "was lost" in result.stderr) == (2, True), result.stderr
 
 
 @pytest.mark.pipeline

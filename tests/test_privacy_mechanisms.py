@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from straightdp.moments import statistics
-from straightdp.moments.basis import Basis
+from straightdp.moments.basis import Basis, exact_bits, fit_basis, on_grid
 from straightdp.moments.release import release_parts
 from straightdp.privacy.mechanisms import OuterSum, Relation, RowSum, clip_to_grid
 from straightdp.recipe import parse
@@ -21,7 +21,9 @@ def make_basis(seed=0) -> Basis:
     generator = torch.Generator().manual_seed(seed)
     q, _ = torch.linalg.qr(torch.randn(D, D, generator=generator, dtype=torch.float64))
     mean = torch.randn(D, generator=generator, dtype=torch.float64) * 0.1
-    return Basis(mean, q[:P], radius=1.3, residual_radius=0.7, widest_residual=2.0, image_radius=1.9)
+    return Basis(
+        mean, on_grid(q[:P], exact_bits(D)), radius=1.3, residual_radius=0.7, widest_residual=2.0, image_radius=1.9
+    )
 
 
 BASIS = make_basis()
@@ -143,3 +145,14 @@ def test_a_generic_row_sum_knows_both_relations():
     assert plain.sensitivity(Relation.ADD_OR_REMOVE_ONE) == 3.0
     assert plain.sensitivity(Relation.REPLACE_ONE) == 6.0
     assert OuterSum(lambda z, y: z, D, 3.0).sensitivity(Relation.REPLACE_ONE) == pytest.approx(math.sqrt(2))
+
+
+def test_a_records_features_do_not_depend_on_its_batch():
+    """To the bit: else removing one record could move others across the grid."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.rand(300, 784, generator=generator).mul(255).round().div(127.5).sub(1)
+    basis = fit_basis(z, torch.arange(300) % 3, parse({}).release)
+    whole = basis.features(z.double())
+    for n in (1, 2, 7, 64, 299):
+        assert torch.equal(basis.features(z[:n].double()), whole[:n])
+        assert torch.equal(basis.features(z[-n:].double()), whole[-n:])

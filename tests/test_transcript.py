@@ -6,14 +6,14 @@ import pytest
 
 from straightdp.audits.replay import replay
 from straightdp.errors import BadInput, BudgetRefused
-from straightdp.folder import file_hash
+from straightdp.files import file_hash
 from straightdp.privacy import ledger as ledger_module
 from straightdp.privacy.accountant import Declaration, epsilon
 from straightdp.privacy.ledger import START, Ledger, seal
 from straightdp.privacy.workload import Certificate
 
 WORKLOAD = (
-    Declaration("release/means", "sums", "gaussian", 1.118, 15.0),
+    Declaration("release/means", "sums", "gaussian", 1.25**0.5, 15.0),
     Declaration("release/covariance", "moments", "gaussian", 1.0, 8.0),
     Declaration("dpsgd/gradients", "gradients", "poisson_gaussian", 1.0, 4.0, 0.02, 5),
 )
@@ -133,6 +133,62 @@ def other_budget(entries):
     return entries
 
 
+def fractional_count(entries):
+    entries[2]["mechanism"]["count"] = 1e-6
+    return entries
+
+
+def no_delta(entries):
+    entries[0]["delta"] = 1.0
+    return entries
+
+
+def small_sensitivity(entries):
+    entries[2]["mechanism"] |= {"sensitivity": 1e-9, "noise_std": 15e-9}
+    return entries
+
+
+def sampled_release(entries):
+    entries[2]["mechanism"] |= {"kind": "poisson_gaussian", "q": 1e-4}
+    return entries
+
+
+def one_pixel(entries):
+    entries[0]["unit"] = "one pixel"
+    return entries
+
+
+def unknown_mechanism(entries):
+    entries[2]["mechanism"]["id"] = "release/other"
+    return entries
+
+
+def no_header_n(entries):
+    del entries[0]["n"]
+    return entries
+
+
+def files_a_list(entries):
+    entries[-1]["files"] = []
+    return entries
+
+
+def nothing_executed(entries):
+    kept = [e for e in entries if e["kind"] != "execute"]
+    kept[-1]["executed"] = dict.fromkeys(kept[-1]["executed"], 0)
+    return kept
+
+
+def coarse_accountant(entries):
+    entries[0]["accountant"]["interval"] = 1e6
+    return entries
+
+
+def model_not_named(entries):
+    entries[-1]["files"] = {}
+    return entries
+
+
 def no_totals(entries):
     return entries[:-1]
 
@@ -153,6 +209,17 @@ def late_declaration(entries):
         (other_budget, 6),
         (no_totals, 14),
         (late_declaration, 9),
+        (fractional_count, 3),
+        (no_delta, 1),
+        (small_sensitivity, 3),
+        (sampled_release, 3),
+        (one_pixel, 1),
+        (unknown_mechanism, 3),
+        (no_header_n, 1),
+        (files_a_list, 14),
+        (nothing_executed, 7),
+        (coarse_accountant, 1),
+        (model_not_named, 14),
     ],
 )
 def test_a_forgery_with_fresh_hashes_is_named(tmp_path, forgery, line):
@@ -185,14 +252,33 @@ def test_what_was_not_declared_is_refused(tmp_path):
         Ledger(tmp_path / "empty.jsonl").spend("release/means")
 
 
-def test_a_step_is_recorded_once_across_sessions(tmp_path):
+def test_a_step_is_recorded_once_across_sessions_and_run_once_in_each(tmp_path):
     path = tmp_path / "t.jsonl"
-    new_ledger(path).spend("dpsgd/gradients", 0)
+    book = new_ledger(path)
+    book.spend("dpsgd/gradients", 0)
+    with pytest.raises(BudgetRefused, match="has run already"):
+        book.spend("dpsgd/gradients", 0)
     book = Ledger(path)
     book.spend("dpsgd/gradients", 0)
     book.spend("dpsgd/gradients", 1)
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines() if '"execute"' in line]
     assert steps == [0, 1]
+
+
+def test_deleting_or_changing_the_published_copy_gives_no_budget_back(tmp_path):
+    path, copy = tmp_path / "private.jsonl", tmp_path / "release.jsonl"
+    new_ledger(path).spend("release/means")
+    for spoil in (lambda: copy.unlink(missing_ok=True), lambda: copy.write_bytes(b"{}")):
+        spoil()
+        book = Ledger(path, copy)
+        assert copy.read_bytes() == path.read_bytes()
+        assert ("release/means", 0) in book.executed
+    with pytest.raises(BudgetRefused, match="declared already"):
+        book.declare(
+            Certificate(WORKLOAD, 1.0, 1e-5, 1e-3), budget=1, noise="os", mode="tight", n=1, recipe="", assumptions=[]
+        )
+    book.spend("release/covariance")
+    assert copy.read_bytes() == path.read_bytes()
 
 
 def test_the_entry_is_synced_before_spend_returns(tmp_path, monkeypatch):
@@ -224,6 +310,26 @@ def test_a_line_cut_off_by_a_crash_is_removed_and_a_damaged_one_is_refused(tmp_p
     path.write_bytes(whole.replace(b"15.0", b"25.0"))
     with pytest.raises(BadInput, match="line 3"):
         Ledger(path)
+
+
+def test_what_replay_takes_for_known_is_what_the_project_declares():
+    from straightdp.audits.schema import KNOWN
+    from straightdp.moments.release import release_parts
+    from straightdp.privacy.workload import GRADIENTS
+    from straightdp.recipe import parse
+
+    parts = {p.id: p.sensitivity for p in release_parts(parse({}))}
+    assert {id: least for id, (kind, least) in KNOWN.items() if kind == "gaussian"} == pytest.approx(parts)
+    assert set(KNOWN) - set(parts) == {GRADIENTS}
+
+
+def test_a_stray_or_missing_file_in_a_release_is_not_releasable(tmp_path):
+    path = finished(tmp_path / "release")
+    (path.parent / "notes.txt").write_text("for my eyes only")
+    verdict = replay(path)
+    assert verdict.holds
+    assert not verdict.releasable
+    assert "notes.txt" in verdict.text
 
 
 def test_no_transcript_is_bad_input(tmp_path):

@@ -52,7 +52,7 @@ def gradient(vault: Vault, step: int, clip: float = 0.3, micro_batch: int = 8) -
     def clipped_sum(batch):
         def losses():
             out = engine.net(batch.z.flatten(1))
-            noise = torch.randn(len(out), 3, generator=batch.generator)
+            noise = batch.draws.normal((len(out), 3))
             return (out - noise).square().sum(dim=1)
 
         return engine.clipped_sum(losses, batch.mask)
@@ -148,6 +148,45 @@ def test_the_vault_has_no_way_to_read_a_record(tmp_path):
     vault = make_vault(tmp_path, some_records(4))
     public = {name for name in dir(vault) if not name.startswith("_")}
     assert public == {"n", "classes", "gaussian_sum", "noisy_gradient"}
+
+
+def test_a_mechanism_runs_once(tmp_path):
+    """The same noise on two sums would cancel."""
+    vault = make_vault(tmp_path, some_records(4))
+    vault.gaussian_sum("sum", RowSum(lambda z, y: z, 4, 2.0))
+    with pytest.raises(BudgetRefused, match="has run already"):
+        vault.gaussian_sum("sum", RowSum(lambda z, y: 2 * z, 4, 2.0))
+    gradient(vault, 0)
+    with pytest.raises(BudgetRefused, match="has run already"):
+        gradient(vault, 0)
+
+
+def test_noise_for_another_clip_than_the_engines_is_refused(tmp_path):
+    vault = make_vault(tmp_path, some_records(10))
+    engine = ClippingEngine(nn.Sequential(nn.Linear(4, 2)), 1.0)
+
+    def clipped_sum(batch):
+        return engine.clipped_sum(lambda: engine.net(batch.z.flatten(1)).square().sum(dim=1), batch.mask)
+
+    with pytest.raises(BudgetRefused, match="clipped to 1"):
+        vault.noisy_gradient("steps", 0, clipped_sum, clip=1e-6, micro_batch=8, device=CPU)
+
+
+CALLERS = {
+    "gaussian_sum": {"moments/release.py"},
+    "noisy_gradient": {"dpsgd/trainer.py"},
+    "accuracy": {"stages.py"},
+    "real_accuracy": {"stages.py"},
+}
+
+
+def test_only_the_listed_places_give_the_privacy_room_functions_to_run_on_records():
+    found = {name: set() for name in CALLERS}
+    for path, tree in modules_outside_privacy():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLERS:
+                found[node.func.attr].add(path.relative_to(ROOT).as_posix())
+    assert found == CALLERS
 
 
 def modules_outside_privacy():

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="straightdp",
-        description="From a private image set and a public one to a release that may be published under one privacy budget.",
+        description="From a private image set and a public one to a release publishable under one privacy budget.",
         epilog="Exit codes: 0 done, 1 what was checked does not hold, 2 bad input, 3 budget refused.",
     )
     parser.add_argument("--version", action="version", version=f"straightdp {__version__}")
@@ -39,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="a whole run on built-in data, in minutes, on a CPU")
     demo.add_argument("--out", type=Path, default=Path("demo-run"))
+    demo.add_argument("--resume", action="store_true", help="go on with an unfinished demo")
     demo.add_argument("--seed", type=int, default=None, help="of public training and sampling; never of the noise")
     _add_settings(demo)
     demo.set_defaults(command=_demo)
@@ -131,7 +132,7 @@ def _demo(options: argparse.Namespace) -> None:
         settings.append(f"run.seed={options.seed}")
     with as_file(files("straightdp") / "recipes" / "demo.toml") as path:
         chosen = recipe.load(path, tuple(settings))
-    _finish(pipeline.run(chosen, options.out))
+    _finish(pipeline.run(chosen, options.out, resume=options.resume))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -146,8 +147,9 @@ def _finish(folder) -> None:
     print(f"\nPublish {folder.release}; keep {folder.private} to yourself.")
     for score in json.loads(folder.evaluation.read_text())["scores"]:
         spread = "" if score["std"] is None else f" ± {score['std']:.3f}"
-        print(f"  accuracy on held-out real records, {score['name']}: {score['mean']:.3f}{spread}")
+        print(f"  internal, not for publication: accuracy of {score['name']} {score['mean']:.3f}{spread}")
     print(f"Check it: straightdp replay {folder.release}")
+    print("Another run on the same private records costs its epsilon on top of this one.")
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 from straightdp.errors import BadInput
+from straightdp.files import file_hash, write_text
 from straightdp.recipe import Recipe, load
 
 
@@ -23,6 +22,7 @@ class RunFolder:
         self.recipe = root / "recipe.toml"
         self.release = root / "release"
         self.private = root / "private"
+        self.ledger = self.private / "transcript.jsonl"  # the authoritative one; release/ gets the same lines
         self.transcript = self.release / "transcript.jsonl"
         self.moments = self.release / "moments.safetensors"
         self.model = self.release / "model.safetensors"
@@ -38,20 +38,27 @@ class RunFolder:
         """Refuse a folder that is something else, another recipe's, unfinished without `resume`, or already spent."""
         if not self.root.exists():
             return
-        if not self.root.is_dir() or (not self.recipe.exists() and any(self.root.iterdir())):
+        if not self.root.is_dir() or (not self.recipe.exists() and self._holds_something_else()):
             raise BadInput(f"{self.root} exists and is not a run's folder; give another --out")
         if not self.recipe.exists():
             return
         if load(self.recipe).digest() != recipe.digest():
             raise BadInput(f"{self.root} belongs to another recipe; give another --out, or that recipe")
+        if self.transcript.exists() and not (self.ledger.exists() and self.fingerprint.exists()):
+            raise BadInput(f"{self.private} was lost, so what {self.root} spent is not known; give another --out")
         if resume:
             return
-        if self.transcript.exists() and b'"kind":"totals"' in self.transcript.read_bytes():
+        if any(p.exists() and b'"kind":"totals"' in p.read_bytes() for p in (self.ledger, self.transcript)):
             raise BadInput(
                 f"the budget of {self.root} is already spent; use `straightdp sample`, or give another --out "
                 "(two releases of one private set cost the sum of both)"
             )
         raise BadInput(f"{self.root} holds an unfinished run of this recipe; add --resume to go on with it")
+
+    def _holds_something_else(self) -> bool:
+        """Beside what a run that was killed in its first moments leaves behind."""
+        ours = {self.private / "lock", self.recipe.with_name(self.recipe.name + ".partial")}
+        return any(path.is_file() and path not in ours for path in self.root.rglob("*"))
 
     def create(self, recipe: Recipe) -> None:
         for folder in (self.release, self.private, self.checkpoints):
@@ -93,30 +100,3 @@ class RunFolder:
 
     def _hashes(self, paths: list[Path]) -> dict[str, str | None]:
         return {str(p.relative_to(self.root)): file_hash(p) if p.exists() else None for p in paths}
-
-
-def file_hash(path: Path) -> str:
-    """sha256 of a file, or of a folder's file names and contents in sorted order."""
-    digest = hashlib.sha256()
-    if path.is_dir():
-        for file in sorted(p for p in path.rglob("*") if p.is_file()):
-            digest.update(f"{file.relative_to(path)}\0{file_hash(file)}\n".encode())
-    else:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

@@ -13,7 +13,8 @@ from straightdp import stages
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load as load_records
 from straightdp.errors import BadInput
-from straightdp.folder import RunFolder, file_hash
+from straightdp.files import file_hash
+from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning
 from straightdp.moments.basis import check_features
 from straightdp.moments.field import MomentModel
@@ -37,6 +38,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder:
     certificate = certify(recipe, release_parts(recipe))  # before the first private read
     inputs = gather(recipe, folder)
     with folder.lock():
+        folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
         folder.create(recipe)
         folder.same_data(inputs.intake.fingerprint())
         _spend(inputs, certificate)
@@ -70,7 +72,7 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     outputs = [folder.model, folder.model_card]
     stage("train", outputs, lambda: stages.dpsgd(inputs, start, plan, vault, moments))
     if not ledger.closed:
-        released = [path for path in (folder.moments, folder.model) if path.exists()]
+        released = [path for path in (folder.moments, folder.model, folder.model_card) if path.exists()]
         ledger.close({path.name: file_hash(path) for path in released})
 
 
@@ -92,8 +94,8 @@ def again(out: Path, stage: str) -> RunFolder:
     folder = RunFolder(out)
     if not folder.recipe.exists():
         raise BadInput(f"{out} is not a run's folder: recipe.toml is missing")
-    if not folder.model.exists():
-        raise BadInput(f"{out} has not finished training; finish it with `straightdp run --resume`")
+    if not (folder.model.exists() and Ledger(folder.ledger).closed and folder.synthetic.exists()):
+        raise BadInput(f"{out} is not finished; finish it with `straightdp run --resume`")
     inputs = gather(load(folder.recipe), folder)
     with folder.lock():
         folder.same_data(inputs.intake.fingerprint())
@@ -116,6 +118,7 @@ def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
     if release_parts(recipe):
         check_features(recipe.release.features, len(public), int(np.prod(public.shape)))
     intake = Intake(recipe, side)
+    intake.refuse_overlap(public)
     private_captions = from_template(recipe.private.caption, intake.classes)
     public_captions = from_template(recipe.public.caption, public.classes)
     tokenizer = Tokenizer.from_captions(
@@ -128,9 +131,14 @@ def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
 def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
     """Open the transcript, declaring the whole workload if that was not done yet, and put the records behind it."""
     recipe, folder, intake = inputs.recipe, inputs.folder, inputs.intake
-    ledger = Ledger(folder.transcript)
-    noise = open_noise(folder.private, recipe.privacy.pinned_key)
-    if not ledger.certified:
+    ledger = Ledger(folder.ledger, folder.transcript)
+    context = f"{recipe.digest()}|{intake.fingerprint()}"
+    noise = open_noise(folder.private, recipe.privacy.pinned_key, context=context, spent=bool(ledger.executed))
+    header = ledger.find("header")
+    if header is not None and ledger.certified:
+        if (header["recipe"], header["noise"], header["n"]) != (recipe.digest(), noise.label, intake.n):
+            raise BadInput(f"the transcript of {folder.root} was declared for another recipe; give another --out")
+    else:
         ledger.declare(
             certificate,
             budget=recipe.privacy.epsilon,

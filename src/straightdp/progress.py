@@ -43,10 +43,8 @@ def _bar(name: str) -> Track:
 def _lines(name: str) -> Track:
     def track(steps: Iterable[int], done: int, total: int) -> Iterator[int]:
         start = last = time.monotonic()
-        count = 0
-        for step in steps:
+        for count, step in enumerate(steps, start=1):
             yield step
-            count += 1
             now = time.monotonic()
             if now - last >= LINE_EVERY_SECONDS:
                 last = now

@@ -1,4 +1,4 @@
-"""One run as one frozen, validated tree. TOML in, TOML out; an unknown key is an error that names the nearest known one."""
+"""One run as one frozen, validated tree. TOML in, TOML out; an unknown key is refused, with the nearest known one."""
 
 from __future__ import annotations
 
@@ -28,24 +28,28 @@ class Privacy(Section):
     """The promise. Adjacency is add/remove of one record; `n` is the declared public constant N."""
 
     epsilon: Annotated[float, Field(gt=0)] = 1.0
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    delta: Annotated[float, Field(ge=1e-12, lt=1)] = 1e-5
     n: Count | None = Field(
-        None, description="declared N; left out, the count found is declared and listed as assumed public"
+        default=None, description="declared N; left out, the count found is declared and listed as assumed public"
     )
     mode: Literal["tight", "paper"] = "tight"
-    interval: Annotated[float, Field(gt=0, le=0.01)] = Field(1e-4, description="discretisation of the PLD accountant")
+    interval: Annotated[float, Field(gt=0, le=0.01)] = Field(
+        default=1e-4, description="discretisation of the PLD accountant"
+    )
     pinned_key: str | None = Field(
-        None, pattern="^[0-9a-f]{64}$", description="tests and experiments only: the run is not releasable"
+        default=None, pattern="^[0-9a-f]{64}$", description="tests and experiments only: the run is not releasable"
     )
 
 
 class Private(Section):
-    data: str = Field("", description="a folder, an .npz, an idx file, or a name such as mnist:train")
+    data: str = Field(default="", description="a folder, an .npz, an idx file, or a name such as mnist:train")
     classes: tuple[str, ...] | None = Field(
-        None, description="the public class list; left out, the one found is assumed public"
+        default=None, description="the public class list; left out, the one found is assumed public"
     )
     caption: str = "a picture of {label}"
-    holdout: str | Share = Field(0.1, description="where held-out records come from: a source, or a fraction set aside")
+    holdout: str | Share = Field(
+        default=0.1, description="where held-out records come from: a source, or a fraction set aside"
+    )
 
 
 class Public(Section):
@@ -55,7 +59,7 @@ class Public(Section):
 
 class Image(Section):
     size: Count | None = Field(
-        None, description="side in pixels; images of another size are cropped to a square and resized"
+        default=None, description="side in pixels; images of another size are cropped to a square and resized"
     )
     channels: Annotated[int, Field(ge=1, le=4)] = 1
 
@@ -92,17 +96,21 @@ class Release(Section):
 
     weight: Annotated[float, Field(ge=0)] = 0.28
     sigma: Rate | None = None
-    features: Count = Field(64, description="p: size of the public PCA basis")
+    features: Count = Field(default=64, description="p: size of the public PCA basis")
     covariance: Literal["shared", "residual"] = Field(
-        "residual", description="one covariance for all, or one per class around the released means"
+        default="residual", description="one covariance for all, or one per class around the released means"
     )
-    means_share: Fraction = Field(0.25, description="part of the release's privacy that goes to counts and means")
-    radius_quantile: Fraction = Field(0.5, description="R_feat: this quantile of the public feature norms")
-    residual_quantile: Fraction = Field(0.1, description="radius of the residuals: this quantile of the public ones")
+    means_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.25, description="part of the release's privacy that goes to counts and means"
+    )
+    radius_quantile: Fraction = Field(default=0.5, description="R_feat: this quantile of the public feature norms")
+    residual_quantile: Fraction = Field(
+        default=0.1, description="radius of the residuals: this quantile of the public ones"
+    )
     rank: Count = 32
-    floor: Rate = Field(1e-2, description="lambda_0: covariance floor eigenvalue")
+    floor: Rate = Field(default=1e-2, description="lambda_0: covariance floor eigenvalue")
     min_count: Annotated[float, Field(ge=1)] = Field(
-        20.0, description="a class whose released count is below this takes the released global mean"
+        default=20.0, description="a class whose released count is below this takes the released global mean"
     )
 
 
@@ -112,7 +120,7 @@ class Distill(Section):
     lr: Rate = 1e-4
     ema: Share = 0.999
     tau: Fraction = 0.5
-    replay: Share = Field(0.5, description="part of each batch that replays public images for t > tau")
+    replay: Share = Field(default=0.5, description="part of each batch that replays public images for t > tau")
     p_uncond: Share = 0.1
 
 
@@ -121,20 +129,20 @@ class DpSgd(Section):
 
     weight: Annotated[float, Field(ge=0)] = 0.72
     sigma: Rate | None = None
-    q: Fraction = Field(0.02, description="Poisson sampling rate")
+    q: Fraction = Field(default=0.02, description="Poisson sampling rate")
     steps: Steps = 2_000
-    draws: Count = Field(4, description="noise multiplicity: (t, xi) draws per record")
+    draws: Count = Field(default=4, description="noise multiplicity: (t, xi) draws per record")
     lr: Rate = 5e-5
     ema: Share = 0.999
     p_uncond: Share = 0.1
     clip: Rate = Field(
-        1.0, description="C: a declared constant, or, with clip_quantile, a factor on the public quantile"
+        default=1.0, description="C: a declared constant, or, with clip_quantile, a factor on the public quantile"
     )
     clip_quantile: Share = Field(
-        0.0, description="0: C = clip; else C = clip x this quantile of the public gradient norms"
+        default=0.0, description="0: C = clip; else C = clip x this quantile of the public gradient norms"
     )
-    t_min: Share | None = Field(None, description="DP-SGD trains on t in [t_min, 1]; left out, t_min = tau")
-    micro_batch: Count = Field(256, description="records per fixed-shape micro-batch")
+    t_min: Share | None = Field(default=None, description="DP-SGD trains on t in [t_min, 1]; left out, t_min = tau")
+    micro_batch: Count = Field(default=256, description="records per fixed-shape micro-batch")
     checkpoint_every: Count = 50
 
 
@@ -143,10 +151,10 @@ class Sample(Section):
     steps: Count = 25
     guidance: Annotated[float, Field(ge=0)] = 1.5
     port: Literal["weights", "guide", "release"] = Field(
-        "weights",
+        default="weights",
         description="draw from the model, from the model started at the tilted marginal, or from the release alone",
     )
-    t0: Annotated[float, Field(ge=0, lt=1)] = Field(0.2, description="start time of port = 'guide'")
+    t0: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.2, description="start time of port = 'guide'")
     batch: Count = 500
 
 
@@ -155,12 +163,12 @@ class Evaluate(Section):
     probe_batch: Count = 128
     seeds: Count = 1
     real_reference: bool = Field(
-        False, description="also train the probe on the private records themselves; internal edition only"
+        default=False, description="also train the probe on the private records themselves; internal edition only"
     )
 
 
 class Run(Section):
-    seed: int = Field(0, description="drives public training and sampling only, never the privacy noise")
+    seed: int = Field(default=0, description="drives public training and sampling only, never the privacy noise")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     title: str = "StraightDP release"
 
@@ -183,10 +191,12 @@ class Recipe(Section):
     def _spends_something(self) -> Recipe:
         if self.release.weight == 0 and self.release.sigma is None and self.dpsgd.steps == 0:
             raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
+        if self.dpsgd.steps and self.dpsgd.weight == 0 and self.dpsgd.sigma is None:
+            raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
         return self
 
     def digest(self) -> str:
-        """Hash of all that decides what is computed up to the trained model; sampling and evaluation may change later."""
+        """Hash of all that decides the trained model; sampling and evaluation may change later."""
         tree = self.model_dump(mode="json", exclude={"sample", "evaluate"})
         tree["run"].pop("title")
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

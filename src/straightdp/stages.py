@@ -13,10 +13,11 @@ from torch import Tensor
 from straightdp.data import synthetic
 from straightdp.data.records import Records
 from straightdp.dpsgd.trainer import public_clip, train
+from straightdp.files import write_text
 from straightdp.flow.fit import fit, step_generator
 from straightdp.flow.loss import squared_error
-from straightdp.flow.path import interpolate, noise_like, uniform_times, velocity
-from straightdp.folder import RunFolder, write_text
+from straightdp.flow.path import TorchDraws, interpolate, noise_like, uniform_times, velocity
+from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning, Generator
 from straightdp.metrics.probe import fit_probe
 from straightdp.moments.basis import Basis, fit_basis
@@ -161,7 +162,7 @@ def plan(inputs: Inputs, start: Path, out: Path) -> None:
     captions = ids[torch.randint(len(ids), (len(rows),), generator=generator, device=device)]
     z = inputs.public_z[rows.to(device)]
     net = inputs.load_net(start)
-    clip = public_clip(net, z, captions, inputs.conditioning.null(device), section, t_min, generator)
+    clip = public_clip(net, z, captions, inputs.conditioning.null(device), section, t_min, TorchDraws(generator))
     write_text(out, json.dumps({"clip": clip, "t_min": t_min}))
 
 

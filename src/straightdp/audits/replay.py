@@ -1,9 +1,10 @@
 """Replay: recompute epsilon from a transcript alone, or name the first line that is wrong.
 
-A transcript is tied together by hashes, so a change, a dropped, repeated or moved line shows. What hashes cannot
-show, because anyone can compute them anew, is checked for sense: every noise deviation against its multiplier and
-sensitivity, the certificate against the declarations, every execution against what was declared, and the released
-files against the hashes in the last line.
+A transcript is tied together by hashes, so a changed, dropped, repeated or moved line shows. What hashes cannot
+show, because anyone can compute them anew, is checked for sense: every line against a strict schema, every
+mechanism against what the project knows of it, the certificate against the declarations, every execution against
+what was declared, and the released files against the hashes in the last line. The synthetic set, the card and the
+report follow from released values at no cost and are not hashed there.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from straightdp.audits.schema import KINDS, KNOWN, Declare, Execute, Header, Totals, read_entry
 from straightdp.errors import BadInput, BudgetRefused
-from straightdp.folder import file_hash
-from straightdp.privacy.accountant import ADJACENCY, Declaration, epsilon
-from straightdp.privacy.ledger import VERSION, TranscriptError, read_chain
+from straightdp.files import file_hash
+from straightdp.privacy.accountant import Declaration, epsilon
+from straightdp.privacy.ledger import TranscriptError, read_chain
 
-ORDER = ("header", "assumption", "declare", "certificate", "execute", "totals")
+ORDER = tuple(KINDS)
 TOLERANCE = 1e-6
+HASHED = ("moments.safetensors", "model.safetensors", "model.json")
+UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "report.html")
 
 
 @dataclass(frozen=True)
@@ -37,19 +41,19 @@ def replay(path: Path) -> Verdict:
     """Check a release folder, a run's folder or a transcript file."""
     file = find_transcript(path)
     try:
-        entries = read_chain(file.read_bytes())
-        recomputed = check(entries, file.parent)
+        lines = [read_entry(k, entry) for k, entry in enumerate(read_chain(file.read_bytes()), start=1)]
+        recomputed = check(lines)
+        _files(lines[-1], file.parent)
     except TranscriptError as error:
         return Verdict(False, False, math.nan, error.line, f"WRONG: {file.name} {error}")
-    header = entries[0]
+    header: Header = lines[0]
     text = (
-        f"{file.name}: {len(entries)} lines hold. Recomputed epsilon = {recomputed:.6g} at delta = {header['delta']:g} "
-        f"(budget {header['epsilon']:g}), {header['unit']}, {header['adjacency']}, N = {header['n']}."
+        f"{file.name}: {len(lines)} lines hold. Recomputed epsilon = {recomputed:.6g} at delta = {header.delta:g} "
+        f"(budget {header.epsilon:g}), {header.unit}, {header.adjacency}, N = {header.n}."
     )
-    if header["noise"] != "os":
-        text += "\nNOT RELEASABLE: line 1 says the noise key was pinned, so whoever knows it can remove the noise."
-        return Verdict(True, False, recomputed, 1, text)
-    return Verdict(True, True, recomputed, None, text)
+    reasons = list(_why_not(header, lines[-1], file.parent))
+    text += "".join(f"\nNOT RELEASABLE: {reason}" for reason in reasons)
+    return Verdict(True, not reasons, recomputed, 1 if reasons else None, text)
 
 
 def find_transcript(path: Path) -> Path:
@@ -59,94 +63,107 @@ def find_transcript(path: Path) -> Path:
     raise BadInput(f"no transcript.jsonl was found at {path}; give a release folder or a transcript")
 
 
-def check(entries: list[dict[str, Any]], folder: Path) -> float:
-    """Everything but the hash chain. Returns the recomputed epsilon."""
-    _order(entries)
-    header = entries[0]
-    if header.get("version") != VERSION or header.get("adjacency") != ADJACENCY:
-        raise TranscriptError(1, "is of a version or an adjacency that this program does not know")
-    declared = {}
-    for entry in entries:
-        if entry["kind"] == "declare":
-            part = _declaration(entry)
-            if part.id in declared:
-                raise TranscriptError(entry["line"], f"declares {part.id} a second time")
-            declared[part.id] = part
-    certificate = next(entry for entry in entries if entry["kind"] == "certificate")
-    line = certificate["line"]
+def check(lines: list[Any]) -> float:
+    """Everything but the hash chain and the files. Returns the recomputed epsilon."""
+    _order(lines)
+    header: Header = lines[0]
+    declared: dict[str, Declaration] = {}
+    for entry in lines:
+        if isinstance(entry, Declare):
+            declared[entry.mechanism.id] = _declaration(entry, declared)
+    certificate = next(entry for entry in lines if entry.kind == "certificate")
     try:
-        recomputed = epsilon(list(declared.values()), header["delta"], header["accountant"]["interval"])
-    except (BudgetRefused, KeyError, TypeError, ValueError) as error:
-        raise TranscriptError(line, f"certifies a workload that cannot be accounted ({error})") from None
-    if abs(recomputed - certificate["epsilon"]) > TOLERANCE * max(1.0, recomputed):
+        recomputed = epsilon(list(declared.values()), header.delta, header.accountant.interval)
+    except (BudgetRefused, ArithmeticError, ValueError, MemoryError) as error:
+        raise TranscriptError(certificate.line, f"certifies a workload that cannot be accounted ({error})") from None
+    if abs(recomputed - certificate.epsilon) > TOLERANCE * max(1.0, recomputed):
         raise TranscriptError(
-            line,
-            f"certifies epsilon = {certificate['epsilon']:.6g}, the declarations above give {recomputed:.6g}",
+            certificate.line, f"certifies epsilon = {certificate.epsilon:.6g}, the declarations give {recomputed:.6g}"
         )
-    if recomputed > header["epsilon"] * (1 + TOLERANCE):
-        raise TranscriptError(line, f"certifies {recomputed:.6g}, more than the budget of {header['epsilon']:g}")
-    _totals(entries[-1], _executions(entries, declared), recomputed, folder)
+    if recomputed > header.epsilon * (1 + TOLERANCE):
+        raise TranscriptError(certificate.line, f"certifies more than the budget of {header.epsilon:g}")
+    _totals(lines[-1], _executions(lines, declared), declared, recomputed)
     return recomputed
 
 
-def _order(entries: list[dict[str, Any]]) -> None:
+def _order(lines: list[Any]) -> None:
     """header, assumptions, declarations, one certificate, executions, one totals line."""
-    if not entries:
+    if not lines:
         raise TranscriptError(1, "is missing: the transcript is empty")
     place = 0
-    for entry in entries:
-        line, kind = entry["line"], entry.get("kind")
-        if kind not in ORDER:
-            raise TranscriptError(line, f"is of an unknown kind {kind!r}")
-        if ORDER.index(kind) < place:
-            raise TranscriptError(line, f"is a {kind} entry after a {ORDER[place]} entry")
-        once = kind in ("header", "certificate", "totals") and ORDER.index(kind) == place and line != 1
-        if once or (line == 1 and kind != "header"):
-            raise TranscriptError(line, f"is a {kind} entry out of place")
-        place = ORDER.index(kind)
-    kinds = [entry["kind"] for entry in entries]
+    for entry in lines:
+        kind = ORDER.index(entry.kind)
+        once = entry.kind in ("header", "certificate", "totals") and kind == place and entry.line != 1
+        if kind < place or once or (entry.line == 1 and entry.kind != "header"):
+            raise TranscriptError(entry.line, f"is a {entry.kind} entry out of place")
+        place = kind
+    kinds = [entry.kind for entry in lines]
     for kind in ("certificate", "totals"):
         if kind not in kinds:
-            raise TranscriptError(len(entries) + 1, f"is missing: there is no {kind} line, the run is not complete")
+            raise TranscriptError(len(lines) + 1, f"is missing: there is no {kind} line, the run is not complete")
 
 
-def _declaration(entry: dict[str, Any]) -> Declaration:
-    body = dict(entry.get("mechanism", {}))
-    try:
-        std = body.pop("noise_std")
-        part = Declaration(**body)
-        wrong = not math.isclose(std, part.sigma * part.sensitivity, rel_tol=1e-9) or part.count < 0
-    except (TypeError, KeyError, ValueError):
-        raise TranscriptError(entry["line"], "declares something that is not a mechanism") from None
-    if wrong:
-        raise TranscriptError(entry["line"], f"declares {part.id} with noise that is not sigma x sensitivity")
-    return part
+def _declaration(entry: Declare, before: dict[str, Declaration]) -> Declaration:
+    part = entry.mechanism
+    if part.id in before:
+        raise TranscriptError(entry.line, f"declares {part.id} a second time")
+    if part.id not in KNOWN:
+        raise TranscriptError(entry.line, f"declares {part.id!r}, which is no mechanism of this project")
+    kind, least = KNOWN[part.id]
+    if part.kind != kind or (part.q is None) == (kind == "poisson_gaussian"):
+        raise TranscriptError(entry.line, f"declares {part.id} as {part.kind} with rate {part.q}; it is {kind}")
+    if part.sensitivity < least * (1 - 1e-9):
+        raise TranscriptError(entry.line, f"declares {part.id} with sensitivity {part.sensitivity:g}, below {least:g}")
+    if not math.isclose(part.noise_std, part.sigma * part.sensitivity, rel_tol=1e-9):
+        raise TranscriptError(entry.line, f"declares {part.id} with noise that is not sigma x sensitivity")
+    return part.declaration()
 
 
-def _executions(entries: list[dict[str, Any]], declared: dict[str, Declaration]) -> dict[str, int]:
+def _executions(lines: list[Any], declared: dict[str, Declaration]) -> dict[str, int]:
     seen: set[tuple[str, int]] = set()
-    for entry in entries:
-        if entry["kind"] != "execute":
+    for entry in lines:
+        if not isinstance(entry, Execute):
             continue
-        id, step = entry.get("id"), entry.get("step")
-        part = declared.get(id)  # type: ignore[arg-type]
+        part = declared.get(entry.id)
         if part is None:
-            raise TranscriptError(entry["line"], f"executes {id!r}, which was not declared")
-        if not isinstance(step, int) or not 0 <= step < part.count:
-            raise TranscriptError(entry["line"], f"executes step {step} of {id}, declared for {part.count}")
-        if (part.id, step) in seen:
-            raise TranscriptError(entry["line"], f"executes step {step} of {id} a second time")
-        seen.add((part.id, step))
+            raise TranscriptError(entry.line, f"executes {entry.id!r}, which was not declared")
+        if entry.step >= part.count:
+            raise TranscriptError(entry.line, f"executes step {entry.step} of {part.id}, declared for {part.count}")
+        if (part.id, entry.step) in seen:
+            raise TranscriptError(entry.line, f"executes step {entry.step} of {part.id} a second time")
+        seen.add((part.id, entry.step))
     return {id: sum(1 for name, _ in seen if name == id) for id in declared}
 
 
-def _totals(entry: dict[str, Any], executed: dict[str, int], recomputed: float, folder: Path) -> None:
-    line = entry["line"]
-    if entry["executed"] != executed:
-        raise TranscriptError(line, "counts other executions than the lines above")
-    if abs(entry["epsilon"] - recomputed) > TOLERANCE * max(1.0, recomputed):
-        raise TranscriptError(line, f"claims epsilon = {entry['epsilon']:.6g}, recomputed {recomputed:.6g}")
-    for name, digest in entry["files"].items():
-        path = folder / Path(name).name
-        if path.exists() and file_hash(path) != digest:
-            raise TranscriptError(line, f"names another {name} than the one beside the transcript")
+def _totals(entry: Totals, executed: dict[str, int], declared: dict[str, Declaration], recomputed: float) -> None:
+    if entry.executed != executed:
+        raise TranscriptError(entry.line, "counts other executions than the lines above")
+    short = [part.id for part in declared.values() if executed[part.id] != part.count]
+    if short:
+        raise TranscriptError(entry.line, f"closes the run, but {short[0]} did not run as often as it was declared")
+    if abs(entry.epsilon - recomputed) > TOLERANCE * max(1.0, recomputed):
+        raise TranscriptError(entry.line, f"claims epsilon = {entry.epsilon:.6g}, recomputed {recomputed:.6g}")
+
+
+def _files(entry: Totals, folder: Path) -> None:
+    """Released files beside the transcript must be those it names."""
+    for name in HASHED:
+        path = folder / name
+        if path.is_file() and name not in entry.files:
+            raise TranscriptError(entry.line, f"does not name the {name} beside the transcript")
+        if path.is_file() and file_hash(path) != entry.files[name]:
+            raise TranscriptError(entry.line, f"names another {name} than the one beside the transcript")
+
+
+def _why_not(header: Header, totals: Totals, folder: Path):
+    """Reasons not to publish a folder whose transcript holds."""
+    if header.noise != "os":
+        yield "line 1 says the noise key was pinned, so whoever knows it can remove the noise."
+    if header.delta >= 1 / header.n:
+        yield f"line 1 has delta = {header.delta:g}, not below 1/N = {1 / header.n:.2g}."
+    lost = [name for name in totals.files if not (folder / Path(name).name).is_file()]
+    if lost and any((folder / name).exists() for name in UNHASHED[1:]):
+        yield f"{', '.join(lost)} is missing beside the transcript."
+    extra = sorted(p.name for p in folder.iterdir() if p.name not in HASHED + UNHASHED)
+    if extra and folder.name == "release":
+        yield f"{', '.join(extra)} does not belong to the release; nothing is known of it."

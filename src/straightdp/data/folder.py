@@ -55,7 +55,9 @@ def load(path: Path, *, size: int | None, channels: int, classes: tuple[str, ...
     """
     tree = open_tree(path)
     with tree.held_open:
-        return read(tree, list_records(tree), size=size, channels=channels, classes=classes)
+        return read(
+            tree, list_records(tree, empty_ok=classes is not None), size=size, channels=channels, classes=classes
+        )
 
 
 def read(tree: Tree, found: Listing, *, size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:
@@ -109,16 +111,16 @@ def _ignored(name: str) -> bool:
     return name.startswith(".") or name.lower() in _JUNK
 
 
-def list_records(tree: Tree) -> Listing:
-    """Which file has which label, without decoding an image."""
-    return _by_metadata(tree) if METADATA in tree.files else _by_subfolder(tree)
+def list_records(tree: Tree, *, empty_ok: bool = False) -> Listing:
+    """Which file has which label, without decoding an image. `empty_ok`: the class list is declared elsewhere."""
+    return _by_metadata(tree) if METADATA in tree.files else _by_subfolder(tree, empty_ok)
 
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(pixels.SUFFIXES)
 
 
-def _by_subfolder(tree: Tree) -> Listing:
+def _by_subfolder(tree: Tree, empty_ok: bool) -> Listing:
     top = [folder for folder in tree.folders if "/" not in folder]
     loose = [name for name in tree.files if "/" not in name and _is_image(name)]
     inside = tuple(name for name in tree.files if "/" in name)
@@ -133,7 +135,7 @@ def _by_subfolder(tree: Tree) -> Listing:
         if not _is_image(name):
             raise BadInput(f"{name} in {tree.where} is not of a kind that is read; convert it to png or move it out")
     names = tuple(name.split("/", 1)[0] for name in inside)
-    if empty := [folder for folder in top if folder not in set(names)]:
+    if (empty := [folder for folder in top if folder not in set(names)]) and not empty_ok:
         raise BadInput(f"class subfolder {empty[0]} of {tree.where} has no images; fill it or remove it")
     return Listing(inside, names, None, lambda i: f"file {inside[i]} of {tree.where}")
 

@@ -28,7 +28,8 @@ def index(
     """Each record's label name as int64 position in the class list, and that list.
 
     Without `classes` the list is the distinct names, sorted: whole numbers as numbers, then text. With it, a
-    label outside the list is refused (`where(i)` says which record), and so is a class without a record.
+    label outside the list is refused (`where(i)` says which record). A declared class may have no record: were that
+    refused, the mere existence of a release would tell that every class has one.
     """
     found = set(names)
     order = tuple(sorted(found, key=number_key))
@@ -39,11 +40,6 @@ def index(
             raise BadInput(
                 f"{where(i)} has label {names[i]!r}, which is not in the class list {_short(classes)}; "
                 "add it to private.classes or mend the label"
-            )
-        if empty := [name for name in classes if name not in found]:
-            raise BadInput(
-                f"class {empty[0]!r} of the class list {_short(classes)} has no record; "
-                "remove it from private.classes or add records of it"
             )
     position = {name: i for i, name in enumerate(order)}
     return np.fromiter((position[name] for name in names), np.int64, len(names)), order

@@ -1,4 +1,4 @@
-"""The synthetic data set on disk: images/*.png and metadata.csv (file_name,label,text), or points.csv for non-images."""
+"""The synthetic data set on disk: images/*.png and metadata.csv (file_name,label,text); points.csv for non-images."""
 
 from __future__ import annotations
 

@@ -83,11 +83,11 @@ class ClippingEngine:
                 sums.append(scaled.flatten(0, 1).T @ torch.where(chosen, a, 0.0).flatten(0, 1))
                 if layer.bias is not None:
                     sums.append(scaled.sum(dim=(0, 1)))
-        return ClippedSum(sums, norms)
+        return ClippedSum(sums, norms, self.clip)
 
     def _norms(self, kept: dict[str, tuple[Tensor, Tensor]], input_rounding: float) -> tuple[Tensor, Tensor]:
         """(gradient norms, the same raised by all rounding up to and including the clipped sum's), per record."""
-        squared, error, size = 0.0, 0.0, 0.0
+        squared = error = size = torch.zeros((), device=next(self.net.parameters()).device)
         for name, layer in self.layers.items():
             a, g = kept[name]
             norm, upper, rounding = squared_norm(a, g)
@@ -96,7 +96,6 @@ class ClippingEngine:
                 upper = g.norm(dim=-1).sum(dim=1).square()
                 squared, size = squared + g.sum(dim=1).square().sum(dim=-1), size + upper
                 error = error + 2 * (g.shape[1] + 16) * EPS * upper
-        assert isinstance(squared, Tensor) and isinstance(size, Tensor)
         squared = squared.clamp_min(0)
         return squared.sqrt(), (squared + error).sqrt() + input_rounding * size.sqrt()
 

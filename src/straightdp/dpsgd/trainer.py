@@ -11,7 +11,7 @@ from torch import Tensor
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.flow.fit import fit
 from straightdp.flow.loss import squared_error
-from straightdp.flow.path import interpolate, noise_like, uniform_times, velocity
+from straightdp.flow.path import Draws, interpolate, velocity
 from straightdp.nets.mmdit import MMDiT
 from straightdp.privacy.vault import ClippedSum, MicroBatch, Vault
 from straightdp.privacy.workload import GRADIENTS
@@ -25,15 +25,15 @@ def record_losses(
     null: Tensor,
     section: DpSgd,
     t_min: float,
-    generator: torch.Generator,
+    draws: Draws,
 ) -> Callable[[], Tensor]:
     """Equation (1) averaged over k draws of (t, xi) a record; a draw's caption is dropped with p_uncond."""
     n, k = len(z), section.draws
     z = z.repeat_interleave(k, dim=0)
     captions = captions.repeat_interleave(k, dim=0)
-    t = uniform_times(n * k, t_min, 1.0, generator, z.device)
-    xi = noise_like(z, generator)
-    dropped = torch.rand(n * k, generator=generator, device=z.device) < section.p_uncond
+    t = t_min + (1 - t_min) * draws.uniform(n * k)
+    xi = draws.normal(tuple(z.shape))
+    dropped = draws.uniform(n * k) < section.p_uncond
     captions = torch.where(dropped[:, None], null.expand_as(captions), captions)
 
     def losses() -> Tensor:
@@ -51,7 +51,7 @@ def public_clip(
     null: Tensor,
     section: DpSgd,
     t_min: float,
-    generator: torch.Generator,
+    draws: Draws,
 ) -> float:
     """C from public records alone: `clip` times a quantile of their gradient norms, or `clip` itself."""
     if section.clip_quantile == 0:
@@ -60,7 +60,7 @@ def public_clip(
     norms = []
     for start in range(0, len(z), section.micro_batch):
         part, ids = z[start : start + section.micro_batch], captions[start : start + section.micro_batch]
-        losses = record_losses(net, part, ids, null, section, t_min, generator)
+        losses = record_losses(net, part, ids, null, section, t_min, draws)
         norms.append(engine.norms(losses, len(part), part.device))
     return section.clip * float(torch.cat(norms).quantile(section.clip_quantile))
 
@@ -82,7 +82,7 @@ def train(
     device = captions.device
 
     def clipped_sum(batch: MicroBatch) -> ClippedSum:
-        losses = record_losses(net, batch.z, captions[batch.y], null, section, t_min, batch.generator)
+        losses = record_losses(net, batch.z, captions[batch.y], null, section, t_min, batch.draws)
         return engine.clipped_sum(losses, batch.mask)
 
     def gradients(step: int) -> None:

@@ -50,7 +50,8 @@ def fit(
         optimizer.step()
         decay = min(ema, (1 + step) / (10 + step))  # a short run is not dominated by its start
         with torch.no_grad():
-            torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - decay)
+            for mean, parameter in zip(average, parameters, strict=True):
+                mean.lerp_(parameter, 1 - decay)
         if (step + 1) % every == 0 and step + 1 < steps:
             _save(checkpoint, step + 1, parameters, average, optimizer)
     with torch.no_grad():

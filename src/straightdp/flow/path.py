@@ -5,6 +5,8 @@ t = 0 is the noise end. Times have shape (n,) and broadcast over records of shap
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -47,3 +49,26 @@ def noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
 def uniform_times(n: int, low: float, high: float, generator: torch.Generator, device: torch.device) -> Tensor:
     """t ~ U[low, high]."""
     return low + (high - low) * torch.rand(n, generator=generator, device=device)
+
+
+class Draws(Protocol):
+    """Where a step's t and xi come from: a public generator, or the secret key."""
+
+    def uniform(self, n: int) -> Tensor:
+        """(n,) in [0, 1)."""
+        ...
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor: ...
+
+
+class TorchDraws:
+    """Draws from a torch generator, on its device."""
+
+    def __init__(self, generator: torch.Generator):
+        self._generator = generator
+
+    def uniform(self, n: int) -> Tensor:
+        return torch.rand(n, generator=self._generator, device=self._generator.device)
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._generator.device)

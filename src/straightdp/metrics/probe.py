@@ -1,4 +1,4 @@
-"""Downstream utility: a LeNet trained on synthetic (image, label) pairs. Who scores it on real records is `privacy/`."""
+"""Downstream utility: a LeNet trained on synthetic (image, label) pairs. `privacy/` scores it on real records."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +12,26 @@ from torch import Tensor
 from straightdp.errors import BadInput
 from straightdp.recipe import Release
 
+Z_BITS = 16  # of z in [-1, 1]; a pixel step is 2^-7
+
+
+def on_grid(x: Tensor, bits: int) -> Tensor:
+    """x rounded to multiples of 2^-bits."""
+    return torch.round(x * 2.0**bits) / 2.0**bits
+
+
+def exact_bits(d: int) -> int:
+    """How many bits P may have, so that d products with z stay below 53 bits."""
+    return 52 - Z_BITS - math.ceil(math.log2(d))
+
 
 @dataclass(frozen=True)
 class Basis:
-    """f = P (z - mu_pub) with P (p, d) of orthonormal rows. Everything float64."""
+    """f = P (z - mu_pub) with P (p, d) of orthonormal rows. Everything float64.
+
+    Guarantee: a record's features are the same to the bit whatever batch it is computed in. z and P are rounded to
+    fixed-point grids on which float64 adds d products without rounding, in any order.
+    """
 
     mean: Tensor
     P: Tensor
@@ -24,7 +41,7 @@ class Basis:
     image_radius: float  # of z - mu_pub
 
     def features(self, z: Tensor) -> Tensor:
-        return (z - self.mean) @ self.P.T
+        return on_grid(z, Z_BITS) @ self.P.T - self.mean @ self.P.T
 
     def lift(self, f: Tensor) -> Tensor:
         """Features back to records: mu_pub + P^T f."""
@@ -47,7 +64,7 @@ def fit_basis(z: Tensor, labels: Tensor, section: Release) -> Basis:
     mean = z.mean(dim=0)
     centred = z - mean
     _, vectors = torch.linalg.eigh(centred.T @ centred / len(z))
-    P = vectors.flip(1)[:, : section.features].T.contiguous()
+    P = on_grid(vectors.flip(1)[:, : section.features].T.contiguous(), exact_bits(z.shape[1]))
     features = centred @ P.T
     residuals = features.clone()
     for label in labels.unique():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from straightdp.data.records import to_z
+from straightdp.data.records import Records, to_z
 from straightdp.errors import BadInput
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.noise import Noise
@@ -34,6 +34,11 @@ class Intake:
                 f"{len(sets.train)} private records were found but N = {declared} is declared; raise privacy.n"
             )
         self.n = len(sets.train) if declared is None else declared
+        if recipe.privacy.delta >= 1 / self.n:
+            raise BadInput(
+                f"delta = {recipe.privacy.delta:g} is not below 1/N = {1 / self.n:.2g}, so publishing a record "
+                "outright would count as private; lower privacy.delta"
+            )
         self.n_source = (
             "counted in the private set and treated as public" if declared is None else "declared in the recipe"
         )
@@ -47,10 +52,19 @@ class Intake:
         return Vault(self.__train, ledger, noise, n=self.n, diagnostics=diagnostics)
 
     def fingerprint(self) -> str:
-        """A hash of the private training records, to know them again on resume. `private/` only."""
-        digest = hashlib.sha256(np.ascontiguousarray(self.__train.x).tobytes())
+        """A hash of the private training records and their classes, to know them again on resume. `private/` only."""
+        digest = hashlib.sha256(repr((self.__train.classes, self.__train.x.shape)).encode())
+        digest.update(np.ascontiguousarray(self.__train.x).tobytes())
         digest.update(self.__train.labels.tobytes())
         return digest.hexdigest()
+
+    def refuse_overlap(self, public: Records) -> None:
+        """Refuse a public set that holds private records: it would be shown, and trained on, without noise."""
+        seen = {picture.tobytes() for picture in public.x}
+        for records in filter(None, (self.__train, self.__holdout)):
+            shared = sum(picture.tobytes() in seen for picture in records.x)
+            if shared:
+                raise BadInput(f"{shared} private records are in the public set too; take them out of public.data")
 
     @property
     def holdout_n(self) -> int:

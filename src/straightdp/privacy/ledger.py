@@ -1,6 +1,8 @@
 """The transcript: one JSON object a line, each carrying the hash of the line before and its own.
 
-Spend before touch: `spend` returns only after the entry is on disk. What was not declared is refused.
+Spend before touch: `spend` returns only after the entry is on disk. What was not declared is refused. The
+authoritative file lies in `private/`; `release/` gets a copy of the same lines, made good whenever the ledger opens,
+so that moving or deleting what is published does not give a spent budget back.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from straightdp.errors import BadInput, BudgetRefused
+from straightdp.files import sync_folder, write_durably
 from straightdp.privacy.accountant import ADJACENCY, Declaration
 from straightdp.privacy.workload import Certificate
 
@@ -62,12 +65,13 @@ def read_chain(data: bytes) -> list[dict[str, Any]]:
 class Ledger:
     """The one writer of a run's transcript."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, copy: Path | None = None):
+        self.path, self.copy = path, copy
         self.entries: list[dict[str, Any]] = []
         self.declared: dict[str, Declaration] = {}
         self.executed: set[tuple[str, int]] = set()
         self._previous = START
+        self._session: set[tuple[str, int]] = set()
         if path.exists():
             self._reopen()
 
@@ -85,6 +89,8 @@ class Ledger:
                 os.fsync(file.fileno())
         for entry in entries:
             self._take(entry)
+        if self.copy is not None:
+            write_durably(self.copy, whole)
 
     def _take(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
@@ -98,13 +104,16 @@ class Ledger:
 
     def _append(self, kind: str, **body: Any) -> None:
         entry = {"line": len(self.entries) + 1, "kind": kind, "previous": self._previous, **body}
-        fresh = not self.path.exists()
+        fresh, line = not self.path.exists(), seal(entry)[0]
         with open(self.path, "ab") as file:
-            file.write(seal(entry)[0])
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
         if fresh:
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
+        if self.copy is not None:
+            with open(self.copy, "ab") as file:
+                file.write(line)
         self._take(entry)
 
     def find(self, kind: str) -> dict[str, Any] | None:
@@ -130,8 +139,11 @@ class Ledger:
         assumptions: list[dict[str, str]],
     ) -> None:
         """Write header, assumptions, every mechanism and the certificate. Nothing private was read before this."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.unlink(missing_ok=True)  # an unfinished declaration: nothing was executed under it
+        if self.executed or self.certified:
+            raise BudgetRefused(f"{self.path} is declared already; one folder holds one budget")
+        for path in filter(None, (self.path, self.copy)):  # an unfinished declaration: nothing ran under it
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
         self.entries, self.declared, self.executed, self._previous = [], {}, set(), START
         self._append(
             "header",
@@ -152,10 +164,12 @@ class Ledger:
             self._append("declare", mechanism=part.to_json())
         self._append("certificate", epsilon=certificate.epsilon)
 
-    def spend(self, id: str, step: int = 0) -> Declaration:
+    def spend(self, id: str, step: int = 0, **details: Any) -> Declaration:
         """Record one execution and return its declaration; the entry is on disk when this returns.
 
-        A step that is already recorded is a resumed run repeating the same keyed draws: nothing is spent twice.
+        A step recorded by an earlier session is a resumed run repeating the same keyed draws: it is let through, once,
+        and nothing is spent twice. A second time in one session is refused: the same noise on another sum would
+        cancel.
         """
         part = self.declared.get(id)
         if part is None or not self.certified:
@@ -164,8 +178,11 @@ class Ledger:
             raise BudgetRefused(f"step {step} of mechanism {id!r} is beyond the {part.count} declared")
         if self.closed:
             raise BudgetRefused(f"the budget of {self.path} is closed: mechanism {id!r} may not run again")
+        if (id, step) in self._session:
+            raise BudgetRefused(f"step {step} of mechanism {id!r} has run already")
+        self._session.add((id, step))
         if (id, step) not in self.executed:
-            self._append("execute", id=id, step=step)
+            self._append("execute", id=id, step=step, **details)
         return part
 
     def close(self, files: dict[str, str]) -> None:
@@ -175,11 +192,3 @@ class Ledger:
             raise BudgetRefused("a transcript without a certificate cannot be closed")
         executed = {id: sum(1 for name, _ in self.executed if name == id) for id in self.declared}
         self._append("totals", executed=executed, epsilon=certificate["epsilon"], files=files)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

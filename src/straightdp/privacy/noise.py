@@ -4,12 +4,13 @@ Release noise is OpenDP's exact discrete Gaussian on integers. Gradient noise is
 counter-based generators, each with its own subkey of (key, stream, step). Summing four draws defends against
 attacks that read the low bits of one floating-point draw (Mironov 2012); it is not a proof against every such
 attack, and Philox is a statistical generator, not a cryptographic one: without the key its output is not
-known to be predictable, but nobody has proved that. On CUDA a subkey has 64 bits, on the CPU 128.
+known to be predictable, but nobody has proved that. On CUDA a subkey has 63 bits, on the CPU 128.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from pathlib import Path
 
@@ -17,17 +18,23 @@ import numpy as np
 import torch
 
 from straightdp.errors import BadInput
+from straightdp.files import write_durably
+from straightdp.flow.path import Draws, TorchDraws
 
 SUMMANDS = 4
 
 
 class Noise:
-    """Draws keyed by (key, stream, step): the same call gives the same draw, so a resumed run repeats itself."""
+    """Draws keyed by (key, context, stream, step): the same call gives the same draw, so a resumed run repeats itself.
 
-    def __init__(self, key: bytes, *, pinned: bool, folder: Path):
+    `context` stands for the recipe and the private records. It enters every subkey and every stored draw, so that
+    no noise is ever used again on other sums.
+    """
+
+    def __init__(self, key: bytes, *, pinned: bool, folder: Path, context: str = ""):
         if len(key) != 32:
             raise BadInput(f"the noise key must have 32 bytes, it has {len(key)}; restore private/noise.key")
-        self._key = key
+        self._key = hashlib.blake2b(context.encode(), key=key, digest_size=32).digest()
         self.pinned = pinned
         self._folder = folder
 
@@ -36,26 +43,27 @@ class Noise:
         """What the transcript says of the noise."""
         return "pinned" if self.pinned else "os"
 
-    def integer_gaussian(self, name: str, scale: float, size: int) -> np.ndarray:
+    def integer_gaussian(self, name: str, scale: float, size: int, *, drawn_before: bool = False) -> np.ndarray:
         """`size` discrete Gaussian integers of standard deviation `scale` (in grid units, >> 1).
 
         Drawn before the mechanism reads a record, and kept in `private/noise/`, so that a crash between the draw
-        and the release never leads to a second draw on the same records.
+        and the release never leads to a second draw on the same records. A stored draw of another key, context,
+        scale or size is refused, and so is a missing one when `drawn_before` says that there was one.
         """
-        path = self._folder / f"{name.replace('/', '-')}.npy"
+        path = self._folder / f"{name.replace('/', '-')}.npz"
+        tag = hashlib.blake2b(f"{name}|{scale!r}|{size}|{self.label}".encode(), key=self._key).hexdigest()
         if path.exists():
-            stored = np.load(path)
-            if stored.shape != (size,):
-                raise BadInput(f"{path} does not belong to this recipe; give another --out")
-            return stored
+            with np.load(path) as stored:
+                if str(stored["tag"]) != tag:
+                    raise BadInput(f"{path} was drawn for another run; give another --out")
+                return stored["draw"]
+        if drawn_before:
+            raise BadInput(f"{path} is lost, and drawing it anew would spend twice; start again with another --out")
         draw = self._pinned_integers(name, scale, size) if self.pinned else _opendp_integers(scale, size)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        with open(partial, "wb") as file:
-            np.save(file, draw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        buffer = io.BytesIO()
+        np.savez(buffer, draw=draw, tag=np.array(tag))
+        write_durably(path, buffer.getvalue())
         return draw
 
     def _pinned_integers(self, name: str, scale: float, size: int) -> np.ndarray:
@@ -66,7 +74,7 @@ class Noise:
         total = torch.zeros(size, device=device)
         for j in range(SUMMANDS):
             if device.type == "cuda":
-                total += torch.randn(size, generator=self.generator(stream, step, device, j), device=device)
+                total += torch.randn(size, generator=self._cuda_generator(stream, step, j, device), device=device)
             else:
                 draw = self._philox(stream, step, j).standard_normal(size, dtype=np.float32)
                 total += torch.from_numpy(draw)
@@ -77,8 +85,13 @@ class Noise:
         coins = self._philox(stream, step, 0).integers(0, 2**63, size=size, dtype=np.int64)
         return np.flatnonzero(coins < int(q * 2**63))
 
-    def generator(self, stream: str, step: int, device: torch.device, j: int = 0) -> torch.Generator:
-        """A torch generator for secret draws that are not the noise itself (which t and xi a record meets)."""
+    def draws(self, stream: str, step: int, index: int, device: torch.device) -> Draws:
+        """Secret draws that are not the noise itself: which t and xi a record meets."""
+        if device.type == "cuda":
+            return TorchDraws(self._cuda_generator(stream, step, index, device))
+        return PhiloxDraws(self._philox(stream, step, index))
+
+    def _cuda_generator(self, stream: str, step: int, j: int, device: torch.device) -> torch.Generator:
         seed = int.from_bytes(self._subkey(stream, step, j)[:8], "little") & (2**63 - 1)
         return torch.Generator(device).manual_seed(seed)
 
@@ -89,27 +102,41 @@ class Noise:
         return hashlib.blake2b(f"{stream}|{step}|{j}".encode(), key=self._key, digest_size=16).digest()
 
 
-def open_noise(private: Path, pinned_key: str | None) -> Noise:
-    """The run's noise: the pinned key of a test or experiment, else `private/noise.key`, made once from the OS."""
+class PhiloxDraws:
+    """Draws on the CPU, from a 128-bit key."""
+
+    def __init__(self, source: np.random.Generator):
+        self._source = source
+
+    def uniform(self, n: int) -> torch.Tensor:
+        return torch.from_numpy(self._source.random(n, dtype=np.float32))
+
+    def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(self._source.standard_normal(shape, dtype=np.float32))
+
+
+def open_noise(private: Path, pinned_key: str | None, *, context: str, spent: bool) -> Noise:
+    """The run's noise: the pinned key of a test or experiment, else `private/noise.key`, made once from the OS.
+
+    `spent` says that mechanisms have run already: then a key that is gone is not replaced, but refused.
+    """
     folder = private / "noise"
     if pinned_key is not None:
-        return Noise(bytes.fromhex(pinned_key), pinned=True, folder=folder)
+        return Noise(bytes.fromhex(pinned_key), pinned=True, folder=folder, context=context)
     path = private / "noise.key"
     if not path.exists():
-        partial = path.with_suffix(".partial")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(os.urandom(32))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    return Noise(path.read_bytes(), pinned=False, folder=folder)
+        if spent:
+            raise BadInput(f"{path} is lost, and another key would spend twice; start again with another --out")
+        write_durably(path, os.urandom(32), mode=0o600)
+    return Noise(path.read_bytes(), pinned=False, folder=folder, context=context)
 
 
 def _opendp_integers(scale: float, size: int) -> np.ndarray:
-    import opendp.prelude as dp
+    from opendp.domains import atom_domain, vector_domain
+    from opendp.measurements import make_gaussian
+    from opendp.metrics import l2_distance
+    from opendp.mod import enable_features
 
-    dp.enable_features("contrib")
-    space = dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T="f64")
-    measurement = dp.m.make_gaussian(*space, scale=float(scale))
+    enable_features("contrib")
+    measurement = make_gaussian(vector_domain(atom_domain(T="i64")), l2_distance(T="f64"), scale=float(scale))
     return np.asarray(measurement([0] * size), dtype=np.int64)

@@ -17,7 +17,7 @@ class PrivateSets:
 
 
 def read_private(recipe: Recipe, size: int) -> PrivateSets:
-    """Both private sets of a recipe at the public image size. A held-out fraction is chosen by each record's own hash."""
+    """Both private sets at the public image size. A held-out fraction is chosen by each record's own hash."""
     section = recipe.private
 
     def read(source: str) -> Records:

@@ -1,7 +1,9 @@
 """The vault: private records go in, and only declared, noised values come out.
 
-It has no method that returns a record. What it computes without noise (gradient norms, batch sizes) it writes to
-`private/diagnostics.jsonl` itself and does not return.
+It has no method that returns a record. It computes on records with functions it is given: the release's statistics,
+whose bound it enforces itself, and the clipping engine's sum. A test lists the only places that may give it one.
+What it computes without noise (gradient norms, batch sizes) it writes to `private/diagnostics.jsonl` itself and
+does not return.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from straightdp.data.records import Records, to_z
 from straightdp.errors import BadInput, BudgetRefused
+from straightdp.flow.path import Draws
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.mechanisms import BoundedSum, Relation
 from straightdp.privacy.noise import Noise
@@ -28,15 +31,16 @@ class MicroBatch:
     z: torch.Tensor
     y: torch.Tensor
     mask: torch.Tensor
-    generator: torch.Generator
+    draws: Draws
 
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """Per parameter, the sum of clipped per-record gradients; and each record's norm, for diagnostics only."""
+    """Per parameter, the sum of per-record gradients clipped to `clip`; each record's norm, for diagnostics only."""
 
     sums: list[torch.Tensor]
     norms: torch.Tensor
+    clip: float
 
 
 class Vault:
@@ -63,8 +67,9 @@ class Vault:
         if needed > part.sensitivity * (1 + 1e-9):
             raise BudgetRefused(f"{id} moves by {needed:.6g}, more than the {part.sensitivity:.6g} declared")
         std = part.sigma * part.sensitivity / statistic.grid
+        repeated = (id, 0) in self.__ledger.executed
         noise = {
-            group: self.__noise.integer_gaussian(f"{id}/{group}", std * relative, size)
+            group: self.__noise.integer_gaussian(f"{id}/{group}", std * relative, size, drawn_before=repeated)
             for group, (size, relative) in statistic.noise_shape().items()
         }
         self.__ledger.spend(id)
@@ -89,13 +94,15 @@ class Vault:
         part = self.__declared(id, "poisson_gaussian")
         if part.q is None:
             raise BudgetRefused(f"{id} has no sampling rate")
-        self.__ledger.spend(id, step)
+        self.__ledger.spend(id, step, clip=clip)
         members = self.__noise.members(f"{id}/members", step, part.q, len(self.__records))
         sums: list[torch.Tensor] | None = None
         norms: list[torch.Tensor] = []
         for index, start in enumerate(range(0, max(len(members), 1), micro_batch)):
             chosen = members[start : start + micro_batch]
             result = clipped_sum(self.__micro_batch(id, step, index, chosen, micro_batch, device))
+            if result.clip != clip:
+                raise BudgetRefused(f"{id} was clipped to {result.clip:g}, its noise is made for {clip:g}")
             norms.append(result.norms[: len(chosen)].float().cpu())
             sums = result.sums if sums is None else [a + b for a, b in zip(sums, result.sums, strict=True)]
         assert sums is not None
@@ -111,8 +118,8 @@ class Vault:
         mask[: len(chosen)] = 1
         z = to_z(self.__records.x[padded]) if len(self.__records) else torch.zeros(size, *self.__records.shape)
         y = self.__labels[padded] if len(self.__records) else torch.zeros(size, dtype=torch.int64)
-        generator = self.__noise.generator(f"{id}/draws", step, device, index)
-        return MicroBatch(z.to(device), y.to(device), mask.to(device), generator)
+        draws = self.__noise.draws(f"{id}/draws", step, index, device)
+        return MicroBatch(z.to(device), y.to(device), mask.to(device), draws)
 
     def __noised(
         self, id: str, step: int, sums: list[torch.Tensor], std: float, expected_batch: float

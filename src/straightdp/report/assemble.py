@@ -1,4 +1,4 @@
-"""From a run's folder to facts, pages and cards. Reads released values and public records; private scores stay inside."""
+"""From a run's folder to facts, pages and cards. Reads released values and public records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from straightdp import __version__
 from straightdp.data import synthetic
 from straightdp.data.records import to_pixels
-from straightdp.folder import RunFolder, write_text
+from straightdp.errors import BadInput
+from straightdp.files import write_durably, write_text
+from straightdp.folder import RunFolder
 from straightdp.moments.field import MomentModel
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.workload import alone
@@ -49,14 +51,15 @@ def write_reports(inputs: Inputs) -> None:
     public = public_facts(inputs)
     write_text(folder.release / "README.md", dataset_card(public))
     write_text(folder.release / "report.html", render(public, None))
-    write_text(folder.root / "report.html", render(public, private_facts(folder)))
+    write_durably(folder.root / "report.html", render(public, private_facts(folder)).encode(), mode=0o600)
 
 
 def public_facts(inputs: Inputs) -> PublicFacts:
     folder, recipe = inputs.folder, inputs.recipe
-    ledger = Ledger(folder.transcript)
+    ledger = Ledger(folder.ledger)
     header, totals = ledger.find("header"), ledger.find("totals")
-    assert header is not None and totals is not None
+    if header is None or totals is None:
+        raise BadInput(f"the transcript of {folder.root} is not closed; finish it with `straightdp run --resume`")
     interval = header["accountant"]["interval"]
     pinned = header["noise"] != "os"
     mechanisms = tuple(
