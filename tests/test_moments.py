@@ -138,10 +138,10 @@ def test_pictures_and_rows_have_the_same_field():
 @pytest.mark.parametrize("t", [0.0, 1e-6, 0.5, 1 - 1e-6])
 def test_responsibilities_in_single_precision(t):
     """What a run uses: float32, many dimensions."""
-    m = model(10, 200, 16, seed=2, spread=0.1)
+    m = model(10, 64, 16, seed=2, spread=0.15)
     single = MomentModel(m.mu.float(), m.V.float(), m.lam.float(), m.prior.float(), m.floor)
     z = m.sample(torch.arange(20) % 10, keyed(0))
-    x = t * z + (1 - t) * points(200, 20)
+    x = t * z + (1 - t) * points(64, 20)
     found = single.responsibilities(x.float(), at(t, 20, torch.float32))
     torch.testing.assert_close(found.sum(dim=1), torch.ones(20), rtol=0, atol=1e-5)
     np.testing.assert_allclose(found.numpy(), dense_weights(m, x, t), atol=2e-3)
