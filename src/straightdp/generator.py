@@ -62,6 +62,9 @@ class Generator:
     def load(cls, release: Path, device: torch.device) -> Generator:
         from safetensors.torch import load_file
 
+        for name in ("model.json", "model.safetensors"):
+            if not (release / name).is_file():
+                raise BadInput(f"{release} is not a release: {name} is missing")
         try:
             body = json.loads((release / "model.json").read_text(encoding="utf-8"))
             weights = load_file(release / "model.safetensors")
@@ -71,8 +74,6 @@ class Generator:
             net = MMDiT(section, tuple(body["shape"]))
             net.load_state_dict(weights)
             sample = Sample.model_validate(body["sample"])
-        except FileNotFoundError as error:
-            raise BadInput(f"{release} is not a release: {Path(error.filename).name} is missing") from None
         except Exception as error:
             raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
         path = release / "moments.safetensors"

@@ -119,6 +119,9 @@ def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
         check_features(recipe.release.features, len(public), int(np.prod(public.shape)))
     intake = Intake(recipe, side)
     intake.refuse_overlap(public)
+    for name in intake.classes:
+        if name != name.strip() or not name:
+            raise BadInput(f"class name {name!r} begins or ends with a space, or is empty; rename it")
     private_captions = from_template(recipe.private.caption, intake.classes)
     public_captions = from_template(recipe.public.caption, public.classes)
     tokenizer = Tokenizer.from_captions(

@@ -74,7 +74,7 @@ class Net(Section):
     mlp_ratio: Count = 4
     caption_width: Count = 64
     caption_length: Count = 8
-    vocabulary: Count = 256
+    vocabulary: Annotated[int, Field(ge=2)] = 256
 
     @model_validator(mode="after")
     def _divides(self) -> Net:
@@ -120,7 +120,9 @@ class Distill(Section):
     lr: Rate = 1e-4
     ema: Share = 0.999
     tau: Fraction = 0.5
-    replay: Share = Field(default=0.5, description="part of each batch that replays public images for t > tau")
+    replay: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.5, description="part of each batch that replays public images for t > tau"
+    )
     p_uncond: Share = 0.1
 
 
@@ -168,7 +170,9 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    seed: int = Field(default=0, description="drives public training and sampling only, never the privacy noise")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0, description="drives public training and sampling only, never the privacy noise"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     title: str = "StraightDP release"
 
@@ -229,7 +233,7 @@ def parse(tree: dict[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = next((e for e in error.errors() if e["type"] != "string_type"), error.errors()[0])
         where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
         raise BadInput(f"recipe value {where or 'tree'} = {first['input']!r} is not allowed: {first['msg']}") from None
 
@@ -237,13 +241,16 @@ def parse(tree: dict[str, Any]) -> Recipe:
 def _apply(tree: dict[str, Any], setting: str) -> None:
     dotted, equals, text = setting.partition("=")
     keys = dotted.strip().split(".")
-    if not equals or len(keys) != 2:
+    if not equals or len(keys) != 2 or "\n" in setting:
         raise BadInput(f"setting {setting!r} is not of the form section.key=value")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    tree.setdefault(keys[0], {})[keys[1]] = value
+    section = tree.setdefault(keys[0], {})
+    if not isinstance(section, dict):
+        raise BadInput(f"recipe key {keys[0]} must be a section: write [{keys[0]}] and its keys below it")
+    section[keys[1]] = value
 
 
 def _refuse_unknown_keys(tree: dict[str, Any]) -> None:

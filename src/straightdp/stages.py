@@ -17,6 +17,7 @@ from straightdp.files import write_text
 from straightdp.flow.fit import fit, step_generator
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import TorchDraws, interpolate, noise_like, uniform_times, velocity
+from straightdp.flow.sampler import Network
 from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning, Generator
 from straightdp.metrics.probe import fit_probe
@@ -64,8 +65,14 @@ class Inputs:
         net.load_state_dict(load_file(path))
         return net
 
-    def mixed_precision(self):
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
+    def fast(self, net: MMDiT) -> Network:
+        """The network in bfloat16 on a GPU; inputs, outputs and everything around it stay float32."""
+
+        def run(x: Tensor, t: Tensor, captions: Tensor) -> Tensor:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+                return net(x, t, captions).float()
+
+        return run
 
 
 def save_net(net: MMDiT, path: Path) -> None:
@@ -89,9 +96,8 @@ def pretrain(inputs: Inputs, out: Path) -> None:
         xi = noise_like(z[rows], generator)
         dropped = torch.rand(section.batch, generator=generator, device=device) < section.p_uncond
         captions = torch.where(dropped[:, None], null, ids[labels[rows]])
-        with inputs.mixed_precision():
-            prediction = net(interpolate(z[rows], xi, t), t, captions)
-        squared_error(prediction.float(), velocity(z[rows], xi)).mean().backward()
+        prediction = inputs.fast(net)(interpolate(z[rows], xi, t), t, captions)
+        squared_error(prediction, velocity(z[rows], xi)).mean().backward()
 
     _fit(inputs, net, gradients, "pretrain", section)
     save_net(net, out)
@@ -144,9 +150,7 @@ def distill(inputs: Inputs, start: Path, moments: MomentModel, out: Path) -> Non
 
     def gradients(step: int) -> None:
         generator = step_generator(inputs.recipe.run.seed, "distill", step, device)
-        with inputs.mixed_precision():
-            loss = distill_loss(net, moments, inputs.public_z, ids, null, section, generator)
-        loss.backward()
+        distill_loss(inputs.fast(net), moments, inputs.public_z, ids, null, section, generator).backward()
 
     _fit(inputs, net, gradients, "distill", section)
     save_net(net, out)

@@ -25,8 +25,12 @@ def write(folder: Path, z: torch.Tensor, y: torch.Tensor, classes: tuple[str, ..
         columns = [f"z{k}" for k in range(z[0].numel())]
         values = [",".join(f"{v:.6g}" for v in row) for row in z.flatten(1).tolist()]
         _write_table(partial / "points.csv", [*columns, "label", "text"], [v.split(",") for v in values], rows)
-    shutil.rmtree(folder, ignore_errors=True)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
     partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_images(folder: Path, pixels: np.ndarray) -> list[list[str]]:

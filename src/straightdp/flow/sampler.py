@@ -10,6 +10,9 @@ from torch import Tensor
 Field = Callable[[Tensor, Tensor], Tensor]
 """(x, t of shape (n,)) to dx/dt."""
 
+Network = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""v_theta: (x, t, caption ids) to a velocity."""
+
 
 def euler(field: Field, x: Tensor, steps: int, t0: float = 0.0) -> Tensor:
     """`steps` equal steps from t0 to 1. The last evaluation is at 1 - (1 - t0) / steps, never at t = 1."""
@@ -20,7 +23,7 @@ def euler(field: Field, x: Tensor, steps: int, t0: float = 0.0) -> Tensor:
     return x
 
 
-def guided(net: Callable[[Tensor, Tensor, Tensor], Tensor], captions: Tensor, null: Tensor, weight: float) -> Field:
+def guided(net: Network, captions: Tensor, null: Tensor, weight: float) -> Field:
     """Classifier-free guidance: v_null + weight (v_caption - v_null). Weight 1 needs, and makes, one evaluation."""
 
     def field(x: Tensor, t: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import interpolate, noise_like, uniform_times, velocity
+from straightdp.flow.sampler import Network
 from straightdp.moments.field import MomentModel
-from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import Distill
 
 
 def distill_loss(
-    net: MMDiT,
+    net: Network,
     moments: MomentModel,
     public: Tensor,
     captions: Tensor,
@@ -26,7 +26,7 @@ def distill_loss(
     and half with a random private class's, so that late refinement does not hang on the caption.
     """
     device = captions.device
-    n_replay = round(section.batch * section.replay)
+    n_replay = min(round(section.batch * section.replay), section.batch - 1)
     n = section.batch - n_replay
 
     y = torch.multinomial(moments.prior, n, replacement=True, generator=generator)

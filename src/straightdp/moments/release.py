@@ -96,7 +96,7 @@ def _residual_covariance(vault: Vault, basis: Basis, means: Means, section: Rele
     clipped_trace = float(moments.diagonal(dim1=1, dim2=2).sum().clamp_min(1e-12))
     scale = max(trace * basis.widest_residual**2 / clipped_trace, 1.0)
     noise_std = stds[COVARIANCE] * basis.residual_radius**2
-    return per_class(moments, means.counts, noise_std, scale, section.floor)
+    return per_class(moments, means.counts, noise_std, scale, section.floor, section.min_count)
 
 
 def _within(second: Tensor, means: Means) -> Tensor:

@@ -33,6 +33,8 @@ class Tokenizer:
         seen: dict[tuple[int, ...], str] = {}
         for caption in captions:
             ids = tuple(tokenizer.ids(caption))
+            if not any(ids):
+                raise BadInput(f"caption {caption!r} has no word to the encoder; use letters or digits in it")
             if seen.setdefault(ids, caption) != caption:
                 raise BadInput(
                     f"captions {seen[ids]!r} and {caption!r} are the same to the encoder (its first {length} words, "
