@@ -95,7 +95,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, nargs="?", help="a recipe.toml; left out, the defaults")
+    parser.add_argument(
+        "recipe",
+        type=Path,
+        nargs="?",
+        help="a recipe.toml, or the built-in small (for a CPU) or demo; left out, the paper's sizes",
+    )
     parser.add_argument("--private", help="the private set: a folder, a file or a name")
     parser.add_argument("--public", help="the public set")
     parser.add_argument("--epsilon", type=float)
@@ -123,16 +128,12 @@ def _quoted(text: str) -> str:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from importlib.resources import as_file, files
-
     from straightdp import pipeline, recipe
 
     settings = list(options.settings)
     if options.seed is not None:
         settings.append(f"run.seed={options.seed}")
-    with as_file(files("straightdp") / "recipes" / "demo.toml") as path:
-        chosen = recipe.load(path, tuple(settings))
-    _finish(pipeline.run(chosen, options.out, resume=options.resume))
+    _finish(pipeline.run(recipe.load("demo", tuple(settings)), options.out, resume=options.resume))
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import tomllib
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -211,15 +212,19 @@ class Recipe(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
+BUILT_IN = ("demo", "small")
+
+
 def load(path: str | Path | None, settings: tuple[str, ...] = ()) -> Recipe:
-    """Read a recipe file (or start from the defaults) and apply `section.key=value` settings, later ones winning."""
+    """Read a recipe (a file, a built-in name, or the defaults) and apply `section.key=value` settings in order."""
     tree: dict[str, Any] = {}
     if path is not None:
+        source = files("straightdp") / "recipes" / f"{path}.toml" if str(path) in BUILT_IN else Path(path)
         try:
-            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            tree = tomllib.loads(source.read_text(encoding="utf-8"))
         except OSError as error:
             raise BadInput(
-                f"recipe {path} could not be read ({error.strerror}); give the path of a TOML file"
+                f"recipe {path} could not be read ({error.strerror}); give a TOML file, or one of {', '.join(BUILT_IN)}"
             ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise BadInput(f"recipe {path} is not valid TOML ({error}); mend that line") from None

@@ -23,7 +23,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "kuzushiji-kanji": ("kuzushiji-kanji/kuzushiji-kanji-28.npz",),
     "flowers102": ("flowers102/flowers102-128.zip",),
 }
-DRAWN = ("digits:train", "digits:test", "letters", "mixture")
+DRAWN = ("digits:train", "digits:test", "letters", "mixture", "mixture:public")
 NAMES = (*FILES, *DRAWN)
 
 CLASSES = {

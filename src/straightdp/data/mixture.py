@@ -38,5 +38,14 @@ def sample(n: int = 4_000, seed: int = 0) -> Records:
     return Records(x, labels.astype(np.int64), tuple(f"mode {i}" for i in range(MODES)))
 
 
+def public(n: int = 4_000, seed: int = 1) -> Records:
+    """A public set for it that knows nothing of the ring: one broad Gaussian, the quadrant is the label."""
+    rng = np.random.default_rng(seed)
+    points = np.clip(rng.standard_normal((n, 2)) * RADIUS / 2, -1, 1)
+    labels = 2 * (points[:, 0] > 0) + (points[:, 1] > 0)
+    names = tuple(f"quadrant {i}" for i in range(4))
+    return Records(points.astype(np.float32).reshape(n, 2, 1, 1), labels.astype(np.int64), names)
+
+
 def _outer(v: np.ndarray) -> np.ndarray:
     return v[:, :, None] * v[:, None, :]

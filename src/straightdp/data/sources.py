@@ -25,8 +25,8 @@ def load(source: str, *, size: int | None, channels: int, classes: tuple[str, ..
     and wants channels = 2.
     """
     label.check_classes(classes)
-    if source == "mixture":
-        return _mixture(size, channels, classes)
+    if source in ("mixture", "mixture:public"):
+        return _mixture(source, size, channels, classes)
     if channels not in (1, 3):
         raise BadInput(f"images are read as grey or colour but image.channels is {channels}; set it to 1 or 3")
     if size is not None and size < 1:
@@ -58,7 +58,7 @@ def _drawn(name: str, size: int | None, channels: int, classes: tuple[str, ...] 
     return Records(_fit(records.x.transpose(0, 2, 3, 1), size, channels, name), labels, order)
 
 
-def _mixture(size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:
+def _mixture(source: str, size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:
     from straightdp.data import mixture
 
     if channels != 2 or size not in (None, 1):
@@ -66,8 +66,8 @@ def _mixture(size: int | None, channels: int, classes: tuple[str, ...] | None) -
             f"a record of mixture is two numbers, not {channels} channels of side {size or 'unset'}; set "
             "image.channels=2 and leave image.size out"
         )
-    records = mixture.sample()
-    labels, order = builtin.relabel(records.labels, records.classes, classes, lambda i: f"record {i} of mixture")
+    records = mixture.sample() if source == "mixture" else mixture.public()
+    labels, order = builtin.relabel(records.labels, records.classes, classes, lambda i: f"record {i} of {source}")
     return Records(records.x, labels, order)
 
 
