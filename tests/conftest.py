@@ -1,11 +1,14 @@
-"""A tiny run that every pipeline test can afford, on real files."""
+"""What several test files share: a tiny run on real files, and how a refusal must read."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from straightdp.data.demo import digits, letters
+from straightdp.data.sources import load
+from straightdp.errors import BadInput
 
 TINY = """
 [run]
@@ -55,6 +58,27 @@ n = 60
 probe_steps = 30
 """
 PIN = "aa" * 32
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """The tensors in tests are small: threads only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def refusal(source, *expected, size=None, channels=1, classes=None) -> str:
+    """The one sentence with which a source is refused; it must hold every expected part."""
+    with pytest.raises(BadInput) as caught:
+        load(str(source), size=size, channels=channels, classes=classes)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert ";" in message, f"no cure in: {message}"
+    for part in expected:
+        assert str(part) in message, message
+    return message
 
 
 def save(path: Path, records, n: int) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conftest import refusal
 from straightdp.data import pixels
 from straightdp.data.records import to_pixels, to_z
 from straightdp.data.sources import load
@@ -31,18 +32,6 @@ def write_idx(folder, images, labels, *, zipped=False, stem="train", sep="-"):
 def pictures(n=12, side=5, channels=None):
     shape = (n, side, side) if channels is None else (n, side, side, channels)
     return RNG.integers(0, 256, size=shape, dtype=np.uint8)
-
-
-def refusal(source, *expected, size=None, channels=1, classes=None) -> str:
-    """The one sentence with which a source is refused; it must hold every expected part."""
-    with pytest.raises(BadInput) as caught:
-        load(str(source), size=size, channels=channels, classes=classes)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert ";" in message, f"no cure in: {message}"
-    for part in expected:
-        assert str(part) in message, message
-    return message
 
 
 @pytest.mark.parametrize("zipped", [False, True])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conftest import refusal
 from straightdp.data.sources import load
-from straightdp.errors import BadInput
 
 RNG = np.random.default_rng(1)
 
@@ -25,16 +25,6 @@ def save(path, side=6, *, height=None):
 def write_csv(folder, rows, header=("file_name", "label")):
     with (folder / "metadata.csv").open("w", newline="", encoding="utf-8") as out:
         csv.writer(out).writerows([header, *rows])
-
-
-def refusal(source, *expected, size=None, channels=1, classes=None):
-    with pytest.raises(BadInput) as caught:
-        load(str(source), size=size, channels=channels, classes=classes)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert ";" in message, f"no cure in: {message}"
-    for part in expected:
-        assert str(part) in message, message
 
 
 @pytest.fixture

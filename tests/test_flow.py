@@ -20,15 +20,6 @@ CPU = torch.device("cpu")
 SHAPES = st.sampled_from([(3,), (2, 5), (4, 1, 3, 3), (1, 3, 2, 2)])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors here are small: threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def draws(shape, seed):
     generator = torch.Generator().manual_seed(seed)
     z, xi = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -28,15 +28,6 @@ CAPTIONS = ("a cat", "a dog", "an eel")
 SHAPE = (1, 2, 2)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors here are small: threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def conditioning(classes=CLASSES, captions=CAPTIONS) -> Conditioning:
     return Conditioning(classes, captions, Tokenizer.from_captions(captions, 3, 16))
 
@@ -364,3 +355,11 @@ def test_the_probe_is_keyed_by_its_seed_and_leaves_the_global_state_alone():
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(fit_probe(z, y, 3, section, 0, CPU)(fresh), first)
     assert not torch.equal(fit_probe(z, y, 3, section, 1, CPU)(fresh), first)
+
+
+@pytest.mark.parametrize("name", ["model.json", "model.safetensors"])
+def test_a_release_that_lacks_a_file_is_refused_by_its_name(tmp_path, name):
+    for other in {"model.json", "model.safetensors"} - {name}:
+        (tmp_path / other).write_text("{}")
+    with pytest.raises(BadInput, match=name):
+        Generator.load(tmp_path, torch.device("cpu"))

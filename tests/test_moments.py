@@ -26,15 +26,6 @@ from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import Distill, Net, Privacy, Recipe, Release
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors here are small: threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def keyed(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -889,3 +880,19 @@ def test_a_batch_is_keyed_by_its_generator():
         float(distill_loss(net, m, public, CAPTIONS, NULL, Distill(batch=32), keyed(s))) for s in (1, 1, 2)
     )
     assert first == again != other
+
+
+def test_a_class_without_records_does_not_spoil_the_others():
+    """Its count is clamped to 1, so its noise is huge: it takes the pooled matrix and is left out of the averages."""
+    generator = torch.Generator().manual_seed(0)
+    p, n, std = 8, 1000.0, 20.0
+    truth = torch.stack([torch.diag(torch.linspace(1, 3, p, dtype=torch.float64) * (1 + y / 4)) for y in range(10)])
+    noise = torch.randn(10, p, p, generator=generator, dtype=torch.float64) * std
+    counts = torch.full((10,), n, dtype=torch.float64)
+    sums = truth * n + (noise + noise.mT) / 2
+    whole = per_class(sums[:9], counts[:9], std, 1.0, 1e-3, 20.0)
+    counts[9] = 1.0
+    sums[9] = (noise[9] + noise[9].mT) / 2
+    spoilt = per_class(sums, counts, std, 1.0, 1e-3, 20.0)
+    torch.testing.assert_close(spoilt[:9], whole, rtol=0, atol=0.15)
+    assert float(spoilt[9].trace()) < 1.5 * float(truth[:9].mean(dim=0).trace())

@@ -24,15 +24,6 @@ from straightdp.recipe import Net
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch": 2, "caption_width": 8, "caption_length": 3, "vocabulary": 16}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors here are small: threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def random_net(shape=(1, 4, 4), seed=0, **changes) -> MMDiT:
     """Every weight random, so that no layer is silent because of its initial zeros."""
     torch.manual_seed(seed)
@@ -326,3 +317,9 @@ def test_lenet_takes_any_picture(shape, classes):
     assert out.shape == (3, classes)
     out.square().sum().backward()
     assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in net.parameters())
+
+
+def test_a_caption_without_words_is_refused():
+    """It would be the null caption, and its class the unconditional branch."""
+    with pytest.raises(BadInput, match="no word"):
+        Tokenizer.from_captions(("the digit 1", "?"), 4, 16)

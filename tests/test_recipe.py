@@ -404,3 +404,29 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(tmp_path):
         with pytest.raises(BadInput, match="not valid TOML") as caught:
             load(path)
         assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "word"),
+    [
+        ({"net": {"vocabulary": 1}}, "vocabulary"),
+        ({"distill": {"replay": 1.0}}, "replay"),
+        ({"run": {"seed": 2**70}}, "seed"),
+        ({"private": {"holdout": 2}}, "holdout"),
+        ({"dpsgd": {"weight": 0}}, "dpsgd.steps"),
+        ({"release": {"means_share": 1.0}}, "means_share"),
+    ],
+)
+def test_values_that_would_fail_later_are_refused_at_once(tree, word):
+    with pytest.raises(BadInput, match=word) as caught:
+        parse(tree)
+    assert "string" not in str(caught.value)
+
+
+def test_a_setting_cannot_reach_into_what_is_no_section(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text("run = 3")
+    with pytest.raises(BadInput, match="section"):
+        load(path, ("run.seed=1",))
+    with pytest.raises(BadInput, match="form"):
+        load(None, ("run.seed=1\nx = 2",))
