@@ -124,6 +124,14 @@ def all_privacy_to_the_means(private, public):
     return ["--set", "release.means_share=1"], "means_share"
 
 
+def everything_held_out(private, public):
+    return ["--set", "private.holdout=1.0"], "private.holdout"
+
+
+def guided_without_a_release(private, public):
+    return ["--set", "release.weight=0", "--set", "sample.port=guide"], "release.weight"
+
+
 def caption_without_label(private, public):
     return ["--set", "private.caption=a picture"], "label"
 
@@ -152,6 +160,8 @@ def caption_without_label(private, public):
         delta_above_one_over_n,
         dpsgd_steps_without_a_weight,
         all_privacy_to_the_means,
+        everything_held_out,
+        guided_without_a_release,
     ],
 )
 def test_bad_input_is_one_sentence_and_writes_nothing(case, folders, tmp_path, capsys, monkeypatch):

@@ -22,7 +22,8 @@ WORKLOAD = (
 def new_ledger(path, noise="os") -> Ledger:
     certificate = Certificate(WORKLOAD, epsilon(WORKLOAD, 1e-5, 1e-3), 1e-5, 1e-3)
     book = Ledger(path)
-    assumptions = [{"name": "N", "value": "10", "source": "declared"}]
+    names = ("N", "class list", "image range", "public data")
+    assumptions = [{"name": name, "value": "10", "source": "declared"} for name in names]
     book.declare(certificate, budget=1.0, noise=noise, mode="tight", n=10, recipe="x", assumptions=assumptions)
     return book
 
@@ -33,9 +34,11 @@ def finished(folder, noise="os"):
     book.spend("release/means")
     book.spend("release/covariance")
     for step in range(5):
-        book.spend("dpsgd/gradients", step)
-    (folder / "model.safetensors").write_bytes(b"weights")
-    book.close({"model.safetensors": file_hash(folder / "model.safetensors")})
+        book.spend("dpsgd/gradients", step, clip=0.5)
+    names = ("model.safetensors", "model.json", "moments.safetensors")
+    for name in names:
+        (folder / name).write_bytes(name.encode())
+    book.close({name: file_hash(folder / name) for name in names})
     return folder / "transcript.jsonl"
 
 
@@ -100,13 +103,13 @@ def reseal(path, change):
 
 
 def set_sigma(entries):
-    entries[3]["mechanism"]["sigma"] *= 1.5
+    entries[6]["mechanism"]["sigma"] *= 1.5
     return entries
 
 
 def set_sigma_and_std(entries):
-    entries[3]["mechanism"]["sigma"] *= 1.5
-    entries[3]["mechanism"]["noise_std"] *= 1.5
+    entries[6]["mechanism"]["sigma"] *= 1.5
+    entries[6]["mechanism"]["noise_std"] *= 1.5
     return entries
 
 
@@ -115,11 +118,11 @@ def drop_execution(entries):
 
 
 def repeat_execution(entries):
-    return [*entries[:8], entries[7], *entries[8:]]
+    return [*entries[:11], entries[10], *entries[11:]]
 
 
 def execute_undeclared(entries):
-    entries[7]["id"] = "release/secret"
+    entries[10]["id"] = "release/secret"
     return entries
 
 
@@ -134,7 +137,7 @@ def other_budget(entries):
 
 
 def fractional_count(entries):
-    entries[2]["mechanism"]["count"] = 1e-6
+    entries[5]["mechanism"]["count"] = 1e-6
     return entries
 
 
@@ -144,12 +147,12 @@ def no_delta(entries):
 
 
 def small_sensitivity(entries):
-    entries[2]["mechanism"] |= {"sensitivity": 1e-9, "noise_std": 15e-9}
+    entries[5]["mechanism"] |= {"sensitivity": 1e-9, "noise_std": 15e-9}
     return entries
 
 
 def sampled_release(entries):
-    entries[2]["mechanism"] |= {"kind": "poisson_gaussian", "q": 1e-4}
+    entries[5]["mechanism"] |= {"kind": "poisson_gaussian", "q": 1e-4}
     return entries
 
 
@@ -159,7 +162,7 @@ def one_pixel(entries):
 
 
 def unknown_mechanism(entries):
-    entries[2]["mechanism"]["id"] = "release/other"
+    entries[5]["mechanism"]["id"] = "release/other"
     return entries
 
 
@@ -189,37 +192,60 @@ def model_not_named(entries):
     return entries
 
 
+def no_assumptions(entries):
+    return [e for e in entries if e.get("name") != "class list"]
+
+
+def no_clip(entries):
+    del entries[-2]["clip"]
+    return entries
+
+
+def two_clips(entries):
+    entries[-2]["clip"] = 0.6
+    return entries
+
+
+def nothing_released(entries):
+    entries[-1]["files"] = {}
+    return entries
+
+
 def no_totals(entries):
     return entries[:-1]
 
 
 def late_declaration(entries):
-    return [*entries[:8], entries[3], *entries[8:]]
+    return [*entries[:11], entries[6], *entries[11:]]
 
 
 @pytest.mark.parametrize(
     ("forgery", "line"),
     [
-        (set_sigma, 4),
-        (set_sigma_and_std, 6),
-        (drop_execution, 13),
-        (repeat_execution, 9),
-        (execute_undeclared, 8),
-        (too_far, 13),
-        (other_budget, 6),
-        (no_totals, 14),
-        (late_declaration, 9),
-        (fractional_count, 3),
+        (set_sigma, 7),
+        (set_sigma_and_std, 9),
+        (drop_execution, 16),
+        (repeat_execution, 12),
+        (execute_undeclared, 11),
+        (too_far, 16),
+        (other_budget, 9),
+        (no_totals, 17),
+        (late_declaration, 12),
+        (fractional_count, 6),
         (no_delta, 1),
-        (small_sensitivity, 3),
-        (sampled_release, 3),
+        (small_sensitivity, 6),
+        (sampled_release, 6),
         (one_pixel, 1),
-        (unknown_mechanism, 3),
+        (unknown_mechanism, 6),
         (no_header_n, 1),
-        (files_a_list, 14),
-        (nothing_executed, 7),
+        (files_a_list, 17),
+        (nothing_executed, 10),
         (coarse_accountant, 1),
-        (model_not_named, 14),
+        (model_not_named, 17),
+        (no_assumptions, 8),
+        (no_clip, 16),
+        (two_clips, 16),
+        (nothing_released, 17),
     ],
 )
 def test_a_forgery_with_fresh_hashes_is_named(tmp_path, forgery, line):
@@ -268,7 +294,7 @@ def test_a_step_is_recorded_once_across_sessions_and_run_once_in_each(tmp_path):
 def test_deleting_or_changing_the_published_copy_gives_no_budget_back(tmp_path):
     path, copy = tmp_path / "private.jsonl", tmp_path / "release.jsonl"
     new_ledger(path).spend("release/means")
-    for spoil in (lambda: copy.unlink(missing_ok=True), lambda: copy.write_bytes(b"{}")):
+    for spoil in (lambda: copy.unlink(missing_ok=True), lambda: copy.write_bytes(path.read_bytes()[:-40])):
         spoil()
         book = Ledger(path, copy)
         assert copy.read_bytes() == path.read_bytes()
@@ -277,8 +303,12 @@ def test_deleting_or_changing_the_published_copy_gives_no_budget_back(tmp_path):
         book.declare(
             Certificate(WORKLOAD, 1.0, 1e-5, 1e-3), budget=1, noise="os", mode="tight", n=1, recipe="", assumptions=[]
         )
+    before = path.read_bytes()
     book.spend("release/covariance")
     assert copy.read_bytes() == path.read_bytes()
+    path.write_bytes(before)  # an older private/ comes back from a backup
+    with pytest.raises(BadInput, match="older"):
+        Ledger(path, copy)
 
 
 def test_the_entry_is_synced_before_spend_returns(tmp_path, monkeypatch):
@@ -308,7 +338,7 @@ def test_a_line_cut_off_by_a_crash_is_removed_and_a_damaged_one_is_refused(tmp_p
     book.spend("release/covariance")
     assert len(path.read_bytes().splitlines()) == len(whole.splitlines()) + 1
     path.write_bytes(whole.replace(b"15.0", b"25.0"))
-    with pytest.raises(BadInput, match="line 3"):
+    with pytest.raises(BadInput, match="line 6"):
         Ledger(path)
 
 
@@ -330,6 +360,18 @@ def test_a_stray_or_missing_file_in_a_release_is_not_releasable(tmp_path):
     assert verdict.holds
     assert not verdict.releasable
     assert "notes.txt" in verdict.text
+    (path.parent / "notes.txt").unlink()
+    assert replay(path).releasable
+    (path.parent / "synthetic" / "images").mkdir(parents=True)
+    (path.parent / "synthetic" / "images" / "0.png").write_bytes(b"")
+    assert replay(path).releasable
+    (path.parent / "synthetic" / "noise.key").write_bytes(b"")
+    assert "noise.key" in replay(path).text
+    other = path.parent.rename(tmp_path / "published")
+    assert not replay(other).releasable
+    (other / "synthetic" / "noise.key").unlink()
+    (other / "model.json").unlink()
+    assert "missing" in replay(other).text
 
 
 def test_no_transcript_is_bad_input(tmp_path):

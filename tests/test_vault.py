@@ -147,7 +147,7 @@ def test_more_records_than_the_declared_n_are_refused(tmp_path):
 def test_the_vault_has_no_way_to_read_a_record(tmp_path):
     vault = make_vault(tmp_path, some_records(4))
     public = {name for name in dir(vault) if not name.startswith("_")}
-    assert public == {"n", "classes", "gaussian_sum", "noisy_gradient"}
+    assert public == {"n", "classes", "gaussian_sum", "noisy_gradient", "bind"}
 
 
 def test_a_mechanism_runs_once(tmp_path):
@@ -159,6 +159,24 @@ def test_a_mechanism_runs_once(tmp_path):
     gradient(vault, 0)
     with pytest.raises(BudgetRefused, match="has run already"):
         gradient(vault, 0)
+
+
+def test_noise_is_tied_to_the_sum_it_hides_in_every_session(tmp_path):
+    """A second vault on the same folder, as a resumed run opens it: the same sum again, or none."""
+
+    def again() -> Vault:
+        ledger = Ledger(tmp_path / "t.jsonl")
+        noise = Noise(b"k" * 32, pinned=True, folder=tmp_path / "noise")
+        return Vault(some_records(4), ledger, noise, n=50, diagnostics=tmp_path / "d")
+
+    first = make_vault(tmp_path, some_records(4)).gaussian_sum("sum", RowSum(lambda z, y: z, 4, 2.0))
+    np.testing.assert_array_equal(again().gaussian_sum("sum", RowSum(lambda z, y: z, 4, 2.0)), first)
+    with pytest.raises(BudgetRefused, match="another value"):
+        again().gaussian_sum("sum", RowSum(lambda z, y: z / 2, 4, 2.0))
+    again().bind("steps", "these weights")
+    again().bind("steps", "these weights")
+    with pytest.raises(BudgetRefused, match="another value"):
+        again().bind("steps", "other weights")
 
 
 def test_noise_for_another_clip_than_the_engines_is_refused(tmp_path):

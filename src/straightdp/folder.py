@@ -60,11 +60,15 @@ class RunFolder:
         ours = {self.private / "lock", self.recipe.with_name(self.recipe.name + ".partial")}
         return any(path.is_file() and path not in ours for path in self.root.rglob("*"))
 
-    def create(self, recipe: Recipe) -> None:
+    def create(self, recipe: Recipe, fingerprint: str) -> None:
+        """Make the folder, or make it good. A resumed run repeats its noise, so its records must be the same ones."""
+        if self.fingerprint.exists() and self.fingerprint.read_text() != fingerprint:
+            raise BadInput(f"the private records are not those that {self.root} began with; give another --out")
         for folder in (self.release, self.private, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         self.private.chmod(0o700)
         write_text(self.recipe, recipe.to_toml())
+        write_text(self.fingerprint, fingerprint)
 
     @contextmanager
     def lock(self):
@@ -76,12 +80,6 @@ class RunFolder:
             except OSError:
                 raise BadInput(f"another process is running {self.root}; wait for it or stop it") from None
             yield
-
-    def same_data(self, fingerprint: str) -> None:
-        """A resumed run repeats its noise, so its private records must be the same ones."""
-        if self.fingerprint.exists() and self.fingerprint.read_text() != fingerprint:
-            raise BadInput(f"the private records are not those that {self.root} began with; give another --out")
-        write_text(self.fingerprint, fingerprint)
 
     def stage(self, name: str, key: str, outputs: list[Path], work: Callable[[], None]) -> bool:
         """Do a stage unless it was done with this key and its outputs are unchanged. Returns whether it ran."""

@@ -39,8 +39,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder:
     inputs = gather(recipe, folder)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
-        folder.create(recipe)
-        folder.same_data(inputs.intake.fingerprint())
+        folder.create(recipe, inputs.intake.fingerprint())
         _spend(inputs, certificate)
         _use(inputs)
     return folder
@@ -94,11 +93,12 @@ def again(out: Path, stage: str) -> RunFolder:
     folder = RunFolder(out)
     if not folder.recipe.exists():
         raise BadInput(f"{out} is not a run's folder: recipe.toml is missing")
-    if not (folder.model.exists() and Ledger(folder.ledger).closed and folder.synthetic.exists()):
-        raise BadInput(f"{out} is not finished; finish it with `straightdp run --resume`")
-    inputs = gather(load(folder.recipe), folder)
+    recipe = load(folder.recipe)
     with folder.lock():
-        folder.same_data(inputs.intake.fingerprint())
+        if not (folder.model.exists() and Ledger(folder.ledger).closed and folder.synthetic.exists()):
+            raise BadInput(f"{out} is not finished; finish it with `straightdp run --resume`")
+        inputs = gather(recipe, folder)
+        folder.create(recipe, inputs.intake.fingerprint())
         if stage == "evaluate":
             stages.evaluate(inputs)
         write_reports(inputs)

@@ -34,7 +34,7 @@ class Privacy(Section):
         default=None, description="declared N; left out, the count found is declared and listed as assumed public"
     )
     mode: Literal["tight", "paper"] = "tight"
-    interval: Annotated[float, Field(gt=0, le=0.01)] = Field(
+    interval: Annotated[float, Field(ge=1e-6, le=0.01)] = Field(
         default=1e-4, description="discretisation of the PLD accountant"
     )
     pinned_key: str | None = Field(
@@ -196,6 +196,8 @@ class Recipe(Section):
     def _spends_something(self) -> Recipe:
         if self.release.weight == 0 and self.release.sigma is None and self.dpsgd.steps == 0:
             raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
+        if self.release.weight == 0 and self.release.sigma is None and self.sample.port != "weights":
+            raise ValueError(f"sample.port = {self.sample.port!r} needs a release: give release.weight")
         if self.dpsgd.steps and self.dpsgd.weight == 0 and self.dpsgd.sigma is None:
             raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
         return self

@@ -13,7 +13,7 @@ from torch import Tensor
 from straightdp.data import synthetic
 from straightdp.data.records import Records
 from straightdp.dpsgd.trainer import public_clip, train
-from straightdp.files import write_text
+from straightdp.files import file_hash, write_text
 from straightdp.flow.fit import fit, step_generator
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import TorchDraws, interpolate, noise_like, uniform_times, velocity
@@ -29,6 +29,7 @@ from straightdp.nets.mmdit import MMDiT
 from straightdp.privacy.intake import Intake
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.vault import Vault
+from straightdp.privacy.workload import GRADIENTS
 from straightdp.progress import tracker
 from straightdp.recipe import Recipe
 
@@ -175,6 +176,7 @@ def dpsgd(inputs: Inputs, start: Path, plan_file: Path, vault: Vault | None, mom
     net = inputs.load_net(start)
     if inputs.recipe.dpsgd.steps and vault is not None:
         chosen = json.loads(plan_file.read_text())
+        vault.bind(GRADIENTS, f"{file_hash(start)}|{chosen}")
         train(
             net,
             vault,

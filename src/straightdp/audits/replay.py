@@ -24,6 +24,7 @@ ORDER = tuple(KINDS)
 TOLERANCE = 1e-6
 HASHED = ("moments.safetensors", "model.safetensors", "model.json")
 UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "report.html")
+ASSUMED = {"N", "class list", "image range", "public data"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ def check(lines: list[Any]) -> float:
         if isinstance(entry, Declare):
             declared[entry.mechanism.id] = _declaration(entry, declared)
     certificate = next(entry for entry in lines if entry.kind == "certificate")
+    missing = ASSUMED - {entry.name for entry in lines if entry.kind == "assumption"}
+    if missing:
+        raise TranscriptError(certificate.line, f"certifies a run that does not say what it assumes of {min(missing)}")
     try:
         recomputed = epsilon(list(declared.values()), header.delta, header.accountant.interval)
     except (BudgetRefused, ArithmeticError, ValueError, MemoryError) as error:
@@ -121,6 +125,7 @@ def _declaration(entry: Declare, before: dict[str, Declaration]) -> Declaration:
 
 def _executions(lines: list[Any], declared: dict[str, Declaration]) -> dict[str, int]:
     seen: set[tuple[str, int]] = set()
+    clips: dict[str, float | None] = {}
     for entry in lines:
         if not isinstance(entry, Execute):
             continue
@@ -129,6 +134,12 @@ def _executions(lines: list[Any], declared: dict[str, Declaration]) -> dict[str,
             raise TranscriptError(entry.line, f"executes {entry.id!r}, which was not declared")
         if entry.step >= part.count:
             raise TranscriptError(entry.line, f"executes step {entry.step} of {part.id}, declared for {part.count}")
+        if (entry.clip is None) == (part.kind == "poisson_gaussian") or clips.setdefault(
+            part.id, entry.clip
+        ) != entry.clip:
+            raise TranscriptError(
+                entry.line, f"executes {part.id} with clip {entry.clip}; one clip holds for all steps"
+            )
         if (part.id, entry.step) in seen:
             raise TranscriptError(entry.line, f"executes step {entry.step} of {part.id} a second time")
         seen.add((part.id, entry.step))
@@ -141,6 +152,9 @@ def _totals(entry: Totals, executed: dict[str, int], declared: dict[str, Declara
     short = [part.id for part in declared.values() if executed[part.id] != part.count]
     if short:
         raise TranscriptError(entry.line, f"closes the run, but {short[0]} did not run as often as it was declared")
+    needed = {name for name in HASHED if name[:7] != "moments" or any(id.startswith("release/") for id in declared)}
+    if needed - set(entry.files):
+        raise TranscriptError(entry.line, f"does not name {min(needed - set(entry.files))}, which such a run releases")
     if abs(entry.epsilon - recomputed) > TOLERANCE * max(1.0, recomputed):
         raise TranscriptError(entry.line, f"claims epsilon = {entry.epsilon:.6g}, recomputed {recomputed:.6g}")
 
@@ -161,9 +175,23 @@ def _why_not(header: Header, totals: Totals, folder: Path):
         yield "line 1 says the noise key was pinned, so whoever knows it can remove the noise."
     if header.delta >= 1 / header.n:
         yield f"line 1 has delta = {header.delta:g}, not below 1/N = {1 / header.n:.2g}."
-    lost = [name for name in totals.files if not (folder / Path(name).name).is_file()]
-    if lost and any((folder / name).exists() for name in UNHASHED[1:]):
+    beside = {path.name for path in folder.iterdir()}
+    if beside <= {"transcript.jsonl"}:
+        return  # the transcript alone was given
+    lost = sorted(set(totals.files) - beside)
+    if lost:
         yield f"{', '.join(lost)} is missing beside the transcript."
-    extra = sorted(p.name for p in folder.iterdir() if p.name not in HASHED + UNHASHED)
-    if extra and folder.name == "release":
-        yield f"{', '.join(extra)} does not belong to the release; nothing is known of it."
+    extra = sorted(beside - set(HASHED + UNHASHED)) + _foreign(folder / "synthetic")
+    if extra:
+        yield f"{', '.join(extra[:5])} does not belong to a release; nothing is known of it."
+
+
+def _foreign(synthetic: Path) -> list[str]:
+    """Files in the synthetic set that are neither its pictures nor its table."""
+    files = (path.relative_to(synthetic.parent) for path in synthetic.rglob("*") if path.is_file())
+    tables = {"synthetic/metadata.csv", "synthetic/points.csv"}
+    return sorted(
+        p.as_posix()
+        for p in files
+        if p.as_posix() not in tables and not (p.parent.as_posix() == "synthetic/images" and p.suffix == ".png")
+    )

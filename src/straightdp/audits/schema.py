@@ -32,7 +32,7 @@ class Accountant(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     name: Literal["pld"]
-    interval: Annotated[float, Field(gt=0, le=0.01)]
+    interval: Annotated[float, Field(ge=1e-6, le=0.01)]
 
 
 class Header(Line):
@@ -79,7 +79,7 @@ class Declare(Line):
 
 class Certificate(Line):
     kind: Literal["certificate"]
-    epsilon: Positive
+    epsilon: Annotated[float, Field(ge=0)]
 
 
 class Execute(Line):
@@ -92,7 +92,7 @@ class Execute(Line):
 class Totals(Line):
     kind: Literal["totals"]
     executed: dict[str, int]
-    epsilon: Positive
+    epsilon: Annotated[float, Field(ge=0)]
     files: dict[str, str]
 
 

@@ -34,6 +34,8 @@ class Intake:
                 f"{len(sets.train)} private records were found but N = {declared} is declared; raise privacy.n"
             )
         self.n = len(sets.train) if declared is None else declared
+        if self.n < 1:
+            raise BadInput("no private records are left to train on; lower private.holdout or declare privacy.n")
         if recipe.privacy.delta >= 1 / self.n:
             raise BadInput(
                 f"delta = {recipe.privacy.delta:g} is not below 1/N = {1 / self.n:.2g}, so publishing a record "

@@ -49,7 +49,7 @@ def read_chain(data: bytes) -> list[dict[str, Any]]:
             body = json.loads(raw)
             del body["hash"]
             line, digest = seal(body)
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise TranscriptError(number, "is not a transcript entry") from None
         if line != raw + b"\n":
             raise TranscriptError(number, "was changed: its hash does not match its content")
@@ -90,6 +90,10 @@ class Ledger:
         for entry in entries:
             self._take(entry)
         if self.copy is not None:
+            if self.copy.exists() and not whole.startswith(self.copy.read_bytes().rpartition(b"\n")[0]):
+                raise BadInput(
+                    f"{self.copy} is not a copy of {self.path}, which may be an older one; give another --out"
+                )
             write_durably(self.copy, whole)
 
     def _take(self, entry: dict[str, Any]) -> None:
@@ -141,7 +145,7 @@ class Ledger:
         """Write header, assumptions, every mechanism and the certificate. Nothing private was read before this."""
         if self.executed or self.certified:
             raise BudgetRefused(f"{self.path} is declared already; one folder holds one budget")
-        for path in filter(None, (self.path, self.copy)):  # an unfinished declaration: nothing ran under it
+        for path in filter(None, (self.copy, self.path)):  # an unfinished declaration: nothing ran under it
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
         self.entries, self.declared, self.executed, self._previous = [], {}, set(), START

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from straightdp.errors import BadInput
+from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import write_durably
 from straightdp.flow.path import Draws, TorchDraws
 
@@ -65,6 +65,17 @@ class Noise:
         np.savez(buffer, draw=draw, tag=np.array(tag))
         write_durably(path, buffer.getvalue())
         return draw
+
+    def bind(self, name: str, value: bytes) -> None:
+        """Tie a mechanism's noise to what it hides: another value under the same name is refused, in any session."""
+        path = self._folder / f"{name.replace('/', '-')}.bound"
+        tag = hashlib.blake2b(name.encode() + b"|" + value, key=self._key).hexdigest()
+        if path.exists():
+            if path.read_text() != tag:
+                raise BudgetRefused(f"the noise of {name} was used for another value before: its budget is spent")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, tag.encode(), mode=0o600)
 
     def _pinned_integers(self, name: str, scale: float, size: int) -> np.ndarray:
         return np.rint(self._philox(name, 0, 0).standard_normal(size) * scale).astype(np.int64)

@@ -74,7 +74,13 @@ class Vault:
         }
         self.__ledger.spend(id)
         exact = statistic.exact(to_z(self.__records.x), self.__labels)
+        self.__noise.bind(id, b"".join(exact[group].tobytes() for group in sorted(exact)))
         return statistic.assemble({group: exact[group] + noise[group] for group in exact})
+
+    def bind(self, id: str, start: str) -> None:
+        """Tie a mechanism of many steps to what it starts from (weights, plan), so that a resumed run repeats it."""
+        self.__declared(id, "poisson_gaussian")
+        self.__noise.bind(id, start.encode())
 
     def noisy_gradient(
         self,
