@@ -30,16 +30,32 @@ def transcript(run) -> list[dict]:
     return [json.loads(line) for line in (run / "release" / "transcript.jsonl").read_text().splitlines()]
 
 
-def is_locked(run) -> bool:
-    """Whether a process is at work in the folder."""
-    if not (run / "private/lock").exists():
-        return False
-    with open(run / "private/lock") as file:
+def traces(run) -> tuple:
+    """What a run has left on disk so far: it changes with every checkpoint, stage and transcript line."""
+    private = run / "private"
+    files = [
+        *private.glob("checkpoints/*"),
+        *private.glob("noise/*"),
+        private / "transcript.jsonl",
+        private / "stages.json",
+    ]
+    return tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.exists())
+
+
+def kill_after(process, run, changes: int, delay: float) -> None:
+    """kill -9 once the traces have changed so often, and a moment later."""
+    before = traces(run)
+    while changes > 0 and process.poll() is None:
+        time.sleep(0.002)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+            now = traces(run)
+        except FileNotFoundError:  # renamed between being listed and being looked at
+            continue
+        changes, before = changes - (now != before), now
+    time.sleep(delay)
+    assert process.poll() is None, "the run ended before it was killed: give it more to do"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 def stages_done(run) -> str:
@@ -61,12 +77,7 @@ def test_twenty_kills_change_nothing(tiny, tmp_path):
     arguments = command("run", tiny, "--out", killed, "--resume", *PINNED, *longer)
     for _ in range(20):
         process = subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not is_locked(killed):
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0.0, 2.5))
-        assert process.poll() is None, "the run ended before it was killed: give it more to do"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        kill_after(process, killed, rng.choice([0, 1, 2, 3, 5, 10, 25, 50]), rng.uniform(0.0, 0.1))
         reached.append(stages_done(killed))
     assert len(set(reached)) >= 6, reached  # the kills fell into several stages
     last = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
