@@ -121,7 +121,9 @@ def test_sums_equal_a_slow_loop():
         f = (z[y == label].double() - BASIS.mean) @ BASIS.P.T
         clipped = torch.stack([v * min(1.0, 1.3 / float(v.norm())) for v in f])
         assert math.isclose(counts[label, 0], len(f), rel_tol=1e-6)
-        np.testing.assert_allclose(counts[label, 1:] * 2.6, clipped.sum(dim=0), atol=1e-6)
+        np.testing.assert_allclose(
+            counts[label, 1:] * 2.6, clipped.sum(dim=0), atol=1e-4
+        )  # z is read on a grid of 2^-16
         r = torch.stack([v * min(1.0, 0.7 / float(v.norm())) for v in f - MEANS[label]])
         np.testing.assert_allclose(outer[label], sum(torch.outer(v, v) for v in r), atol=40 * 0.7**2 * 2.0**-14)
 

@@ -52,7 +52,7 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     calibration = folder.checkpoints / "calibration.safetensors"
     distilled = folder.checkpoints / "distilled.safetensors"
     plan = folder.checkpoints / "plan.json"
-    key = recipe.digest()
+    key = _key(recipe.digest(), hashlib.sha256(np.ascontiguousarray(inputs.public.x).tobytes()).hexdigest())
 
     def stage(name: str, outputs: list[Path], work) -> None:
         say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
