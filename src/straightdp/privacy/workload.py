@@ -8,6 +8,7 @@ so that the composed epsilon equals the budget. A `sigma` given in the recipe is
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from straightdp.errors import BudgetRefused
@@ -97,14 +98,14 @@ def _split(
     """The paper's split: each free stage alone at its own share of epsilon."""
     total = w_release + w_dpsgd
 
-    def alone(weight: float, pair) -> float:
-        budget = privacy.epsilon * weight / total
-        return calibrate(lambda m: pair(m), budget, privacy.delta, privacy.interval)
+    def scale(weight: float, workload_at: Callable[[float], list[Declaration]]) -> float:
+        return calibrate(workload_at, privacy.epsilon * weight / total, privacy.delta, privacy.interval)
 
     if w_release:
-        fixed_release = release_sigma(alone(w_release, lambda m: _pair(dpsgd, release_sigma(m, 1), None)), 1)
+        m = scale(w_release, lambda m: _pair(dpsgd, release_sigma(m, 1), None))
+        fixed_release = release_sigma(m, 1)
     if w_dpsgd:
-        m = alone(w_dpsgd, lambda m: _pair(dpsgd, None, dpsgd_sigma(m, 1, dpsgd)))
+        m = scale(w_dpsgd, lambda m: _pair(dpsgd, None, dpsgd_sigma(m, 1, dpsgd)))
         fixed_dpsgd = dpsgd_sigma(m, 1, dpsgd)
     return fixed_release, fixed_dpsgd
 
