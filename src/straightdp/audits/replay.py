@@ -152,7 +152,9 @@ def _totals(entry: Totals, executed: dict[str, int], declared: dict[str, Declara
     short = [part.id for part in declared.values() if executed[part.id] != part.count]
     if short:
         raise TranscriptError(entry.line, f"closes the run, but {short[0]} did not run as often as it was declared")
-    needed = {name for name in HASHED if name[:7] != "moments" or any(id.startswith("release/") for id in declared)}
+    needed = {
+        name for name in HASHED if name != "moments.safetensors" or any(id.startswith("release/") for id in declared)
+    }
     if needed - set(entry.files):
         raise TranscriptError(entry.line, f"does not name {min(needed - set(entry.files))}, which such a run releases")
     if abs(entry.epsilon - recomputed) > TOLERANCE * max(1.0, recomputed):
