@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from straightdp.dpsgd import clipping
-from straightdp.dpsgd.clipping import ClippingEngine
-from straightdp.dpsgd.trainer import record_losses
-from straightdp.errors import BadInput
+from straightdp.dpsgd import uses
+from straightdp.dpsgd.clipping import MARGIN, ClippingEngine, gradient_norms
+from straightdp.dpsgd.factors import Outer, Scatter, Whole, summed
+from straightdp.dpsgd.trainer import draw, record_losses
 from straightdp.flow.path import TorchDraws
 from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import DpSgd, Net
@@ -29,57 +29,67 @@ def random_net(seed: int = 0) -> MMDiT:
     return net
 
 
-def losses_of(net, z, draws, seed=0):
+def batch_of(z: Tensor, draws: int, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     captions = torch.arange(len(z)).remainder(5)[:, None].expand(-1, 3) + 1
     null = torch.zeros(1, 3, dtype=torch.int64)
-    return record_losses(net, z, captions, null, DpSgd(draws=draws), 0.2, TorchDraws(generator))
+    return draw(z, captions, null, DpSgd(draws=draws), 0.2, TorchDraws(generator))
 
 
-def loop(net, losses, n, clip, mask, raised=None):
+def half_on_cpu(net):
+    """The network as a GPU would run it: bfloat16 products, float32 around it."""
+
+    def run(*inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return net(*inputs).float()
+
+    return run
+
+
+def engine_for(net, clip: float, draws: int, *, half: bool = False) -> ClippingEngine:
+    engine = ClippingEngine(net, record_losses(half_on_cpu(net) if half else net), clip)
+    engine.preflight(batch_of(torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(9)), draws))
+    return engine
+
+
+def loop(net, losses, batch, clip: float, mask: Tensor, raised: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One backward pass a record, the obvious way; clipped by its own norm, or by the engine's raised one."""
-    parameters = list(net.parameters())
-    engine_order = ClippingEngine(net, clip).parameters()
-    values = losses()
-    norms, total = [], [torch.zeros_like(p) for p in engine_order]
-    for i in range(n):
-        grads = torch.autograd.grad(values[i], parameters, retain_graph=True)
-        by_id = {id(p): g for p, g in zip(parameters, grads, strict=True)}
-        ordered = [by_id[id(p)] for p in engine_order]
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in ordered))
-        norms.append(norm)
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    values = losses(*batch)
+    norms, total = [], torch.zeros(sum(p.numel() for p in parameters))
+    for i in range(len(values)):
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(values[i], parameters, retain_graph=True)])
+        norms.append(float(gradient.double().norm()))
         if mask[i]:
-            divisor = norm if raised is None else float(raised[i]) / clipping.MARGIN
-            factor = min(1.0, clip / max(divisor, 1e-30))
-            total = [t + factor * g for t, g in zip(total, ordered, strict=True)]
+            divisor = norms[-1] if raised is None else float(raised[i]) / MARGIN
+            total += min(1.0, clip / max(divisor, 1e-30)) * gradient
     return total, torch.tensor(norms)
 
 
 @pytest.mark.parametrize("draws", [1, 4])
 @pytest.mark.parametrize("clip", [0.01, 1.0, 1e6])
 def test_equals_the_loop(draws, clip):
-    net, z = random_net(), torch.randn(5, *SHAPE)
-    losses = losses_of(net, z, draws)
+    net = random_net()
+    batch = batch_of(torch.randn(5, *SHAPE), draws)
     mask = torch.tensor([1.0, 1, 0, 1, 1])
-    engine = ClippingEngine(net, clip)
-    _, raised = engine._norms(engine._backward(losses, torch.ones(5))[0], 0.0)
-    expected, norms = loop(net, losses, 5, clip, mask, raised)
-    result = engine.clipped_sum(losses, mask)
+    engine = engine_for(net, clip, draws)
+    _, raised = gradient_norms(list(engine._backward(batch, torch.ones(5))[1].values()))
+    expected, norms = loop(net, engine.losses, batch, clip, mask, raised)
+    result = engine(batch, mask)
     torch.testing.assert_close(result.norms[mask > 0], norms[mask > 0].float(), rtol=1e-5, atol=1e-6)
     assert bool((raised >= result.norms).all())
     assert bool((raised <= result.norms * 1.001)[mask > 0].all())  # what the margin costs
-    scale = max(float(e.abs().max()) for e in expected)
-    for mine, theirs in zip(result.sums, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * scale)
+    torch.testing.assert_close(result.total, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert result.clip == clip
 
 
 @pytest.mark.parametrize("draws", [1, 4])
 def test_unclipped_sum_is_the_plain_gradient_to_1e_5(draws):
-    net, z = random_net(1), torch.randn(6, *SHAPE)
-    losses = losses_of(net, z, draws)
-    engine = ClippingEngine(net, clip=1e9)
-    plain = torch.autograd.grad(losses().sum(), engine.parameters())
-    for mine, theirs in zip(engine.clipped_sum(losses, torch.ones(6)).sums, plain, strict=True):
+    net = random_net(1)
+    batch = batch_of(torch.randn(6, *SHAPE), draws)
+    engine = engine_for(net, 1e9, draws)
+    plain = torch.autograd.grad(engine.losses(*batch).sum(), engine.parameters())
+    for mine, theirs in zip(engine.split(engine(batch, torch.ones(6)).total), plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
@@ -90,33 +100,90 @@ def test_one_bad_record_harms_no_other(bad, draws):
     net, clean = random_net(), torch.randn(4, *SHAPE)
     spoilt = clean.clone()
     spoilt[1, 0, 2, 2] = bad
-    result = ClippingEngine(net, 0.5).clipped_sum(losses_of(net, spoilt, draws), torch.ones(4))
-    expected, _ = loop(net, losses_of(net, clean, draws), 4, 0.5, torch.tensor([1.0, 0, 1, 1]))
-    for mine, theirs in zip(result.sums, expected, strict=True):
-        assert torch.isfinite(mine).all()
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    engine = engine_for(net, 0.5, draws)
+    result = engine(batch_of(spoilt, draws), torch.ones(4))
+    without = engine(batch_of(clean, draws), torch.tensor([1.0, 0, 1, 1]))
+    assert torch.isfinite(result.total).all()
+    torch.testing.assert_close(result.total, without.total, rtol=1e-6, atol=1e-7)
+    expected, _ = loop(net, engine.losses, batch_of(clean, draws), 0.5, torch.tensor([1.0, 0, 1, 1]))
+    torch.testing.assert_close(result.total, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_an_empty_batch_sums_to_zero():
-    net, z = random_net(), torch.randn(3, *SHAPE)
-    result = ClippingEngine(net, 1.0).clipped_sum(losses_of(net, z, 2), torch.zeros(3))
-    assert all(bool((s == 0).all()) for s in result.sums)
+def test_a_bad_record_that_is_masked_out_changes_no_bit():
+    net, clean = random_net(), torch.randn(4, *SHAPE)
+    spoilt, mask = clean.clone(), torch.tensor([1.0, 0, 1, 1])
+    spoilt[1] = float("nan")
+    engine = engine_for(net, 0.5, 2)
+    assert torch.equal(engine(batch_of(spoilt, 2), mask).total, engine(batch_of(clean, 2), mask).total)
 
 
-def contributions(engine, losses, n):
-    """Each record's own clipped sum, as the engine forms it, recomputed in float64 from the a and g that it used."""
-    kept, half = engine._backward(losses, torch.ones(n))
-    _, bound = engine._norms(kept, clipping.TF32 if half else 0.0)
-    factor = (engine.clip * clipping.MARGIN / bound.clamp_min(1e-30)).clamp_max(1.0)
-    squared = torch.zeros(n, dtype=torch.float64)
-    for name in engine.layers:
-        a, g = kept[name]
-        scaled = g * factor[:, None, None]
-        if half:  # the worst a TF32 product may do to the scaled values: away from zero by a whole unit
-            scaled = scaled * (1 + clipping.TF32 * torch.sign(torch.randn_like(scaled)))
-        squared += (scaled.double().mT @ a.double()).square().sum(dim=(1, 2))
-        squared += scaled.double().sum(dim=1).square().sum(dim=1)
-    return squared.sqrt()
+def test_an_empty_batch_sums_to_exactly_zero():
+    net = random_net()
+    result = engine_for(net, 1.0, 2)(batch_of(torch.randn(3, *SHAPE), 2), torch.zeros(3))
+    assert bool((result.total == 0).all())
+    assert len(result.total) == sum(p.numel() for p in net.parameters())
+
+
+# Contributions in float64
+
+
+def gradients(factor) -> Tensor:
+    """Each record's gradient in float64, (n, values), from what the backward pass left."""
+    if isinstance(factor, Outer):
+        a, g = factor.a.double(), factor.g.double()
+        parts = [(g.mT @ a).flatten(1), g.sum(dim=1)][: 1 + factor.bias]
+        return torch.cat(parts, dim=1).reshape(len(a) // factor.groups, -1)
+    if isinstance(factor, Scatter):
+        tables = torch.zeros(len(factor.g), factor.rows, factor.g.shape[2], dtype=torch.float64)
+        for table, ids, g in zip(tables, factor.ids, factor.g.double(), strict=True):
+            for k, row in zip(ids.tolist(), g, strict=True):
+                if k >= 0:
+                    table[k] += row
+        return tables.flatten(1)
+    return exact_sums.get(id(factor), factor.value.double()).flatten(1)
+
+
+exact_sums: dict[int, Tensor] = {}
+
+
+def contributions(engine, batch, mask=None) -> Tensor:
+    """Each record's contribution to the sum, recomputed in float64 from the a and g and the factor that were used.
+
+    Parameters that are summed over a record's rows before they are kept (`Whole`) are summed again, in float64.
+    """
+    seen = []
+    collect = engine._collect
+
+    def watched(factors, factor):
+        seen.append((list(factors.values()), factor.double()))
+        return collect(factors, factor)
+
+    def summed_in_float64(values, n, shape):
+        whole = summed(values, n, shape)
+        exact_sums[id(whole)] = values.double().reshape(n, -1, *shape).sum(dim=1)
+        return whole
+
+    n = len(batch[0])
+    engine._collect, uses.summed = watched, summed_in_float64
+    exact_sums.clear()
+    try:
+        result = engine(batch, torch.ones(n) if mask is None else mask)
+        ((factors, factor),) = seen
+        assert torch.isfinite(result.total).all()
+        alone = [torch.where(factor[:, None] > 0, gradients(f), 0.0) * factor[:, None] for f in factors]
+    finally:
+        del engine._collect
+        uses.summed = summed
+    return torch.cat(alone, dim=1).norm(dim=1)
+
+
+def awkward_records(scale: float, seed: int, n: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, *SHAPE, generator=generator) * scale
+    quarter = n // 4
+    z[quarter : 2 * quarter] = z[:quarter]  # records that repeat
+    z[2 * quarter : 3 * quarter, :, 2:] = -z[2 * quarter : 3 * quarter, :, :2] * (1 + 1e-6)  # patches that cancel
+    return z
 
 
 @settings(max_examples=25, deadline=None)
@@ -127,83 +194,197 @@ def contributions(engine, losses, n):
     clip=st.sampled_from([1e-4, 0.1, 10.0]),
 )
 def test_no_contribution_above_the_clip_in_float64(scale, seed, half, clip):
-    net = random_net(seed % 7)
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(8, *SHAPE, generator=generator) * scale
-    z[4:] = z[:4]  # records whose tokens repeat
-    plain = losses_of(net, z, 4, seed)
+    engine = engine_for(random_net(seed % 7), clip, 4, half=half)
+    found = contributions(engine, batch_of(awkward_records(scale, seed), 4, seed))
+    assert float(found.max()) <= clip
+    assert bool((found > 0).all())
 
-    def losses():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-            return plain()
 
-    assert float(contributions(ClippingEngine(net, clip), losses, 8).max()) <= clip
+@pytest.mark.parametrize("half", [False, True])
+def test_no_contribution_of_1280_records_of_every_scale_is_above_the_clip_in_float64(half):
+    """All but the smallest are clipped, and to no less than 98% of the clip: the margin is small."""
+    clip, largest = 1e-2, []
+    for seed, scale in enumerate([1e-6, 1e-4, 1e-2, 1.0, 10.0, 100.0, 1e3, 1e4]):
+        engine = engine_for(random_net(seed), clip, 2, half=half)
+        batch = batch_of(awkward_records(scale, seed, 80), 2, seed)
+        types = {factor.g.dtype for factor in engine._backward(batch, torch.ones(80))[1].values()}
+        assert types == {torch.bfloat16 if half else torch.float32}
+        found = contributions(engine, batch)
+        assert found.shape == (80,)
+        assert float(found.max()) <= clip
+        largest.append(float(found.max()))
+    assert min(largest) >= 0.98 * clip
+
+
+class Everything(nn.Module):
+    """Every kind of factor in one net: outer (plain and grouped), scatter, whole (norms, bare parameters)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 8, padding_idx=0)
+        self.positions = nn.Parameter(torch.randn(1, 12, 8))
+        self.norm = nn.LayerNorm(8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=4)
+        self.group = nn.GroupNorm(2, 8)
+        self.gamma = nn.Parameter(torch.randn(8))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids) * scale[:, None, None] + self.positions)
+        x = x + self.gamma * self.group(self.conv(x.mT)).mT
+        return self.out(x)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    half=st.booleans(),
+    clip=st.sampled_from([1e-5, 0.1, 10.0]),
+    cancel=st.sampled_from([0.0, 1e-3, 1.0]),
+)
+def test_no_kind_of_layer_contributes_above_the_clip_in_float64(seed, half, clip, cancel):
+    """Gradients of a record's tokens that cancel to a part in 1e3, or wholly: sums are then mostly rounding."""
+    torch.manual_seed(seed)
+    net = Everything()
+    network = half_on_cpu(net) if half else net
+    engine = ClippingEngine(net, lambda ids, scale, w: 100 + (network(ids, scale) * w).sum(dim=(1, 2)), clip)
+    engine.preflight((torch.randint(0, 6, (3, 12)), torch.rand(3), torch.randn(3, 12, 4)))
+    scale = 10.0 ** torch.randint(-6, 5, (40,)).float()
+    weight = torch.randn(40, 12, 4) * scale[:, None, None].flip(0)
+    weight[:, 6:] = -weight[:, :6] + cancel * weight[:, 6:]
+    ids = torch.randint(0, 6, (40, 12))
+    ids[:10] = ids[:10, :1]  # one id twelve times
+    assert float(contributions(engine, (ids, scale, weight)).max()) <= clip
 
 
 def test_cancelling_tokens_do_not_slip_past_the_clip():
     """Tokens whose gradients nearly cancel: the ghost norm then is a small difference of large numbers."""
     torch.manual_seed(0)
-    layer = nn.Linear(64, 64, bias=False)
-    net = nn.Sequential(layer)
-    half = torch.randn(50, 4, 64) * 1e3
-    x = torch.cat([half, -half + 1e-3 * torch.randn_like(half)], dim=1)
+    net = nn.Linear(64, 64, bias=False)
+    first = torch.randn(50, 4, 64) * 1e3
+    x = torch.cat([first, -first + 1e-3 * torch.randn_like(first)], dim=1)
     weight = torch.randn(50, 1, 64)
+    engine = ClippingEngine(net, lambda x, w: (net(x) * w).sum(dim=(1, 2)), 1.0)
+    engine.preflight((torch.randn(3, 8, 64), torch.randn(3, 1, 64)))
+    (factor,) = engine._backward((x, weight), torch.ones(50))[1].values()
+    assert factor.ghost
+    assert float(contributions(engine, (x, weight)).max()) <= 1.0
 
-    def losses():
-        return (net(x) * weight).sum(dim=(1, 2))
 
-    engine = ClippingEngine(net, 1.0)
-    assert float(contributions_without_bias(engine, losses, 50).max()) <= 1.0
+def test_the_sum_of_one_record_is_not_longer_than_the_clip_as_it_stands():
+    """No recomputation: the vector that the engine returns for a batch of which one record is real."""
+    net = random_net(3)
+    engine = engine_for(net, 0.05, 4)
+    for i, scale in enumerate([1e-6, 1e-2, 1.0, 1e2, 1e4]):
+        mask = torch.zeros(8)
+        mask[i] = 1
+        total = engine(batch_of(awkward_records(scale, i), 4, i), mask).total
+        assert 0.98 * 0.05 <= float(total.double().norm()) <= 0.05
 
 
-def contributions_without_bias(engine, losses, n):
-    kept, _ = engine._backward(losses, torch.ones(n))
-    _, bound = engine._norms(kept, 0.0)
-    factor = (engine.clip * clipping.MARGIN / bound).clamp_max(1.0)
-    ((a, g),) = kept.values()
-    return ((g * factor[:, None, None]).double().mT @ a.double()).square().sum(dim=(1, 2)).sqrt()
+# The parts of a gradient
+
+
+def cases():
+    torch.manual_seed(0)
+    yield Outer(torch.randn(3, 5, 40), torch.randn(3, 5, 50), bias=True)  # few tokens: ghost
+    yield Outer(torch.randn(3, 90, 8), torch.randn(3, 90, 6), bias=True)  # many: direct
+    yield Outer(torch.randn(3, 1, 8), torch.randn(3, 1, 6), bias=False)
+    yield Outer(torch.randn(3 * 4, 7, 5), torch.randn(3 * 4, 7, 2), bias=True, groups=4)
+    yield Scatter(torch.randint(-1, 4, (3, 20)), torch.randn(3, 20, 5), 4)
+    yield summed(torch.randn(3 * 4, 6, 2, 5), 3, (2, 5))
+    yield Outer(torch.randn(3, 2, 4), torch.randn(3, 2, 3), True).joined(
+        Outer(torch.randn(3, 6, 4), torch.randn(3, 6, 3), True)
+    )
+    yield summed(torch.randn(3, 5), 3, (5,)).joined(summed(torch.randn(3, 7, 5), 3, (5,)))
+    yield Scatter(torch.randint(0, 4, (3, 2)), torch.randn(3, 2, 5), 4).joined(
+        Scatter(torch.randint(-1, 4, (3, 9)), torch.randn(3, 9, 5), 4)
+    )
+
+
+@pytest.mark.parametrize("factor", cases(), ids=lambda f: type(f).__name__)
+def test_norms_and_weighted_sums_are_those_of_the_gradients_written_out(factor):
+    if isinstance(factor, Outer) and factor.groups > 1:  # as (records, groups, values), bias after weight
+        a, g = (x.double().unflatten(0, (3, 4)) for x in (factor.a, factor.g))
+        exact = torch.cat([(g.mT @ a).flatten(1), g.sum(dim=2).flatten(1)], dim=1)
+    else:
+        exact = gradients(factor)
+    squared, error = factor.norms()
+    true = exact.square().sum(dim=1)
+    assert bool(((squared.double() - true).abs() <= error.double()).all())
+    assert bool((error < 1e-2 * squared).all())
+    weights = torch.tensor([0.7, 0.0, 2.0])
+    mine = torch.cat([part.flatten() for part in factor.weighted(weights)])
+    torch.testing.assert_close(mine.double(), weights.double() @ exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", cases(), ids=lambda f: type(f).__name__)
+def test_a_record_with_factor_zero_adds_exactly_zero_whatever_its_values(factor):
+    weights = torch.tensor([0.7, 0.0, 2.0])
+    before = factor.weighted(weights)
+    for x in (getattr(factor, name, None) for name in ("a", "g", "value")):
+        if x is not None:
+            x[len(x) // 3 : 2 * len(x) // 3] = float("nan")
+    for mine, theirs in zip(factor.weighted(weights), before, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_both_norm_formulas_agree():
     torch.manual_seed(0)
     a, g = torch.randn(3, 5, 40), torch.randn(3, 5, 50)
-    ghost, size, _ = clipping.squared_norm(a, g)
+    few = Outer(a, g, bias=False)
+    assert few.ghost
+    many = Outer(torch.cat([a] * 20, dim=1), torch.cat([g] * 20, dim=1), bias=False)  # 20 times the gradient
+    assert not many.ghost
+    torch.testing.assert_close(many.norms()[0] / 400, few.norms()[0], rtol=1e-5, atol=0)
     direct = (g.mT @ a).square().sum(dim=(1, 2))
-    torch.testing.assert_close(ghost, direct, rtol=1e-5, atol=0)
-    assert (size >= ghost).all()
+    torch.testing.assert_close(few.norms()[0], direct, rtol=1e-5, atol=0)
 
 
-class WithBareParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.ones(3))
+def test_a_batch_of_equal_records_has_equal_norms_and_a_closed_form():
+    """One linear map, squared loss: the gradient is 2 (W x + b - y) (x, 1)."""
+    net = nn.Linear(3, 2)
+    x, y = torch.tensor([[1.0, 2.0, 2.0]]).repeat(4, 1), torch.zeros(4, 2)
+    with torch.no_grad():
+        net.weight.zero_()
+        net.bias.copy_(torch.tensor([3.0, 4.0]))
+    engine = ClippingEngine(net, lambda x, y: (net(x) - y).square().sum(dim=1), 1.0)
+    engine.preflight((torch.randn(2, 3), torch.randn(2, 2)))
+    result = engine((x, y), torch.ones(4))
+    norm = 2 * 5 * math.sqrt(9 + 1)
+    torch.testing.assert_close(result.norms, torch.full((4,), norm))
+    weight, bias = engine.split(result.total)
+    torch.testing.assert_close(bias, 4 * torch.tensor([6.0, 8.0]) / norm, rtol=2e-5, atol=0)
+    torch.testing.assert_close(weight, bias[:, None] * x[0], rtol=1e-6, atol=0)
 
 
-def test_an_uncovered_parameter_is_refused_by_name():
-    with pytest.raises(BadInput, match="scale"):
-        ClippingEngine(WithBareParameter(), 1.0)
-    with pytest.raises(BadInput, match=r"1\.weight"):
-        ClippingEngine(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), 1.0)
-
-
-def test_a_layer_without_gradient_is_refused_by_name():
-    net = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-    engine = ClippingEngine(net, 1.0)
-    with pytest.raises(BadInput, match="idle"):
-        engine.clipped_sum(lambda: net["used"](torch.ones(3, 1, 2)).sum(dim=(1, 2)), torch.ones(3))
-
-
-def test_a_layer_run_twice_is_refused_by_name():
-    layer = nn.Linear(2, 2)
-    net = nn.Sequential(layer)
-    with pytest.raises(BadInput, match="0 ran twice"):
-        ClippingEngine(net, 1.0).clipped_sum(lambda: net(net(torch.ones(3, 1, 2))).sum(dim=(1, 2)), torch.ones(3))
+def test_the_callers_matmul_precision_is_left_as_it_was():
+    net = nn.Linear(3, 2)
+    engine = ClippingEngine(net, lambda x: net(x).sum(dim=1), 1.0)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        engine.preflight((torch.randn(2, 3),))
+        engine((torch.randn(2, 3),), torch.ones(2))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_training_after_clipping_still_works():
-    net, z = random_net(), torch.randn(2, *SHAPE)
-    losses = losses_of(net, z, 1)
-    ClippingEngine(net, 1.0).clipped_sum(losses, torch.ones(2))
-    losses().sum().backward()
+    net = random_net()
+    batch = batch_of(torch.randn(2, *SHAPE), 1)
+    engine = engine_for(net, 1.0, 1)
+    engine(batch, torch.ones(2))
+    assert all(p.grad is None for p in net.parameters())
+    engine.losses(*batch).sum().backward()
     assert all(p.grad is not None for p in net.parameters())
+
+
+def test_whole_joined_bounds_the_cancellation_of_two_uses():
+    """Two uses of one parameter that cancel: what is left is rounding, and the bound must know."""
+    one = Whole(torch.full((1, 4), 1e4), torch.full((1,), 4e8), 1)
+    other = Whole(torch.full((1, 4), -1e4), torch.full((1,), 4e8), 1)
+    squared, error = one.joined(other).norms()
+    assert float(squared) == 0
+    assert float(error) >= 4 * (1e4 * 2.0**-24) ** 2

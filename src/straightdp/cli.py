@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from straightdp import __version__
-from straightdp.errors import BadInput, BudgetRefused
+from straightdp.errors import BadInput, BudgetRefused, TeamBroken
 
-WRONG, BAD_INPUT, REFUSED = 1, 2, 3
+WRONG, BAD_INPUT, REFUSED, BROKEN = 1, 2, 3, 4
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 done; 1 what was checked does not hold; 2 bad input; 3 budget refused."""
+    """Exit code 0 done; 1 what was checked does not hold; 2 bad input; 3 budget refused; 4 another process died."""
     options = build_parser().parse_args(argv)
     try:
         return options.command(options) or 0
@@ -23,6 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     except BudgetRefused as error:
         print(f"straightdp: budget refused: {error}", file=sys.stderr)
         return REFUSED
+    except TeamBroken as error:
+        print(f"straightdp: {error}", file=sys.stderr)
+        return BROKEN
     except KeyboardInterrupt:
         print("straightdp: interrupted; go on with --resume", file=sys.stderr)
         return 130
@@ -32,7 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="straightdp",
         description="From a private image set and a public one to a release publishable under one privacy budget.",
-        epilog="Exit codes: 0 done, 1 what was checked does not hold, 2 bad input, 3 budget refused.",
+        epilog="Exit codes: 0 done, 1 what was checked does not hold, 2 bad input, 3 budget refused, "
+        "4 another process of the run ended.",
     )
     parser.add_argument("--version", action="version", version=f"straightdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -143,6 +147,8 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _finish(folder) -> None:
+    if folder is None:  # a process that only followed
+        return
     import json
 
     print(f"\nPublish {folder.release}; keep {folder.private} to yourself.")
@@ -168,22 +174,23 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _sample(options: argparse.Namespace) -> None:
-    from straightdp import pipeline
     from straightdp.data import synthetic
     from straightdp.generator import Generator
     from straightdp.progress import tracker
     from straightdp.recipe import load
+    from straightdp.team import pick_device
 
     if options.n < 1:
         raise BadInput(f"--n must be at least 1, it is {options.n}")
     if options.out.exists():
         raise BadInput(f"{options.out} exists; give another --out")
-    device = pipeline.pick_device("auto")
+    device = pick_device("auto")
     generator = Generator.load(options.release, device)
     stored = [f"sample.{k}={_quoted(v) if isinstance(v, str) else v}" for k, v in generator.sample.model_dump().items()]
     section = load(None, (*stored, *options.settings)).sample
     y = generator.labels(options.n, device)
-    z = generator.draw(y, section, options.seed, tracker("sample"))
+    compile = device.type == "cuda" and options.n >= 5000
+    z = generator.draw(y, section, options.seed, tracker("sample"), compile=compile)
     synthetic.write(options.out, z, y, generator.conditioning.classes, generator.conditioning.captions)
     print(f"{options.n} records in {options.out}")
 

@@ -1,4 +1,4 @@
-"""The two ways a command may refuse. Both print one sentence and write nothing further."""
+"""The ways a command may stop short. Each prints one sentence and writes nothing further."""
 
 
 class BadInput(Exception):
@@ -7,3 +7,7 @@ class BadInput(Exception):
 
 class BudgetRefused(Exception):
     """Exit code 3: the workload does not fit the budget, or a mechanism was never declared."""
+
+
+class TeamBroken(Exception):
+    """Exit code 4: another process of the same run has ended; the run can be resumed."""

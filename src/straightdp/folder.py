@@ -29,6 +29,7 @@ class RunFolder:
         self.model_card = self.release / "model.json"
         self.synthetic = self.release / "synthetic"
         self.checkpoints = self.private / "checkpoints"
+        self.plan = self.checkpoints / "plan.json"
         self.diagnostics = self.private / "diagnostics.jsonl"
         self.evaluation = self.private / "evaluation.json"
         self.fingerprint = self.private / "fingerprint"

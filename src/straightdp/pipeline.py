@@ -22,27 +22,47 @@ from straightdp.moments.release import release_parts
 from straightdp.nets.captions import Tokenizer
 from straightdp.privacy.intake import Intake
 from straightdp.privacy.ledger import Ledger
-from straightdp.privacy.noise import open_noise
+from straightdp.privacy.noise import Noise, open_noise
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import Certificate, certify
 from straightdp.progress import say
 from straightdp.recipe import Recipe, load
 from straightdp.report.assemble import write_reports
 from straightdp.stages import Inputs
+from straightdp.team import ALONE, Team, joined, pick_device
 
 
-def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder:
-    """From two data sets to a release folder. Nothing is written before every input was found sound."""
-    folder = RunFolder(out)
-    folder.check(recipe, resume=resume)
-    certificate = certify(recipe, release_parts(recipe))  # before the first private read
-    inputs = gather(recipe, folder)
-    with folder.lock():
-        folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
-        folder.create(recipe, inputs.intake.fingerprint())
-        _spend(inputs, certificate)
-        _use(inputs)
-    return folder
+def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder | None:
+    """From two data sets to a release folder. Nothing is written before every input was found sound.
+
+    Started by torchrun, every process but the leading one only takes part in DP-SGD, and returns None.
+    """
+    device = pick_device(recipe.run.device)
+    with joined(device) as team:
+        if not team.leads:
+            return _follow(recipe, RunFolder(out), device, team)
+        folder = RunFolder(out)
+        folder.check(recipe, resume=resume)
+        certificate = certify(recipe, release_parts(recipe))  # before the first private read
+        inputs = gather(recipe, folder, device, team)
+        with folder.lock():
+            folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
+            folder.create(recipe, inputs.intake.fingerprint())
+            _spend(inputs, certificate)
+            _use(inputs)
+        return folder
+
+
+def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team) -> None:
+    """Wait for the leader to come to DP-SGD, and take part in it; nothing is written."""
+    start = team.told()
+    if start is None:
+        return
+    inputs = gather(recipe, folder, device, team)
+    ledger = Ledger(folder.ledger, reads=True)
+    stages.private_steps(
+        inputs, Path(start), folder.plan, inputs.intake.vault(ledger, _noise(inputs, ledger), folder.diagnostics, team)
+    )
 
 
 def _spend(inputs: Inputs, certificate: Certificate) -> None:
@@ -51,11 +71,12 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     pretrained = folder.checkpoints / "pretrained.safetensors"
     calibration = folder.checkpoints / "calibration.safetensors"
     distilled = folder.checkpoints / "distilled.safetensors"
-    plan = folder.checkpoints / "plan.json"
     key = _key(recipe.digest(), hashlib.sha256(np.ascontiguousarray(inputs.public.x).tobytes()).hexdigest())
 
-    def stage(name: str, outputs: list[Path], work) -> None:
-        say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
+    def stage(name: str, outputs: list[Path], work) -> bool:
+        ran = folder.stage(name, key, outputs, work)
+        say(f"{name}: {'done' if ran else 'unchanged, skipped'}")
+        return ran
 
     stage("pretrain", [pretrained], lambda: stages.pretrain(inputs, pretrained))
     stage("calibrate", [calibration], lambda: stages.calibrate(inputs, calibration))
@@ -67,9 +88,14 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
         moments = MomentModel.load(folder.moments)
         stage("distill", [distilled], lambda: stages.distill(inputs, pretrained, moments, distilled))
         start = distilled
-    stage("plan", [plan], lambda: stages.plan(inputs, start, plan))
-    outputs = [folder.model, folder.model_card]
-    stage("train", outputs, lambda: stages.dpsgd(inputs, start, plan, vault, moments))
+    stage("plan", [folder.plan], lambda: stages.plan(inputs, start, folder.plan))
+
+    def train() -> None:
+        inputs.team.told(str(start) if recipe.dpsgd.steps else None)
+        stages.dpsgd(inputs, start, folder.plan, vault, moments)
+
+    if not stage("train", [folder.model, folder.model_card], train):
+        inputs.team.told(None)
     if not ledger.closed:
         released = [path for path in (folder.moments, folder.model, folder.model_card) if path.exists()]
         ledger.close({path.name: file_hash(path) for path in released})
@@ -97,7 +123,7 @@ def again(out: Path, stage: str) -> RunFolder:
     with folder.lock():
         if not (folder.model.exists() and Ledger(folder.ledger).closed and folder.synthetic.exists()):
             raise BadInput(f"{out} is not finished; finish it with `straightdp run --resume`")
-        inputs = gather(recipe, folder)
+        inputs = gather(recipe, folder, pick_device(recipe.run.device))
         folder.create(recipe, inputs.intake.fingerprint())
         if stage == "evaluate":
             stages.evaluate(inputs)
@@ -105,7 +131,7 @@ def again(out: Path, stage: str) -> RunFolder:
     return folder
 
 
-def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
+def gather(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team = ALONE) -> Inputs:
     """Read and check both data sets. Private records go straight into the intake."""
     for section in ("private", "public"):
         if not getattr(recipe, section).data:
@@ -128,15 +154,14 @@ def gather(recipe: Recipe, folder: RunFolder) -> Inputs:
         private_captions + public_captions, recipe.net.caption_length, recipe.net.vocabulary
     )
     conditioning = Conditioning(intake.classes, private_captions, tokenizer)
-    return Inputs(recipe, folder, pick_device(recipe.run.device), public, public_captions, conditioning, intake)
+    return Inputs(recipe, folder, device, public, public_captions, conditioning, intake, team)
 
 
 def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
     """Open the transcript, declaring the whole workload if that was not done yet, and put the records behind it."""
     recipe, folder, intake = inputs.recipe, inputs.folder, inputs.intake
     ledger = Ledger(folder.ledger, folder.transcript)
-    context = f"{recipe.digest()}|{intake.fingerprint()}"
-    noise = open_noise(folder.private, recipe.privacy.pinned_key, context=context, spent=bool(ledger.executed))
+    noise = _noise(inputs, ledger)
     header = ledger.find("header")
     if header is not None and ledger.certified:
         if (header["recipe"], header["noise"], header["n"]) != (recipe.digest(), noise.label, intake.n):
@@ -151,7 +176,13 @@ def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
             recipe=recipe.digest(),
             assumptions=_assumptions(inputs),
         )
-    return ledger, intake.vault(ledger, noise, folder.diagnostics)
+    return ledger, intake.vault(ledger, noise, folder.diagnostics, inputs.team)
+
+
+def _noise(inputs: Inputs, ledger: Ledger) -> Noise:
+    context = f"{inputs.recipe.digest()}|{inputs.intake.fingerprint()}"
+    pinned = inputs.recipe.privacy.pinned_key
+    return open_noise(inputs.folder.private, pinned, context=context, spent=bool(ledger.executed))
 
 
 def _assumptions(inputs: Inputs) -> list[dict[str, str]]:
@@ -171,14 +202,6 @@ def _assumptions(inputs: Inputs) -> list[dict[str, str]]:
         ("one person, one record", "yes", "the unit protected is one record; several by one person add up"),
     ]
     return [{"name": name, "value": value, "source": source} for name, value, source in rows]
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise BadInput("run.device is cuda but no CUDA device was found; set run.device to cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def _key(*parts: str) -> str:

@@ -145,7 +145,9 @@ class DpSgd(Section):
         default=0.0, description="0: C = clip; else C = clip x this quantile of the public gradient norms"
     )
     t_min: Share | None = Field(default=None, description="DP-SGD trains on t in [t_min, 1]; left out, t_min = tau")
-    micro_batch: Count = Field(default=256, description="records per fixed-shape micro-batch")
+    micro_batch: Count | None = Field(
+        default=None, description="records per fixed-shape micro-batch; left out, as many as a GPU is fast with"
+    )
     checkpoint_every: Count = 50
 
 
@@ -175,6 +177,9 @@ class Run(Section):
         default=0, description="drives public training and sampling only, never the privacy noise"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto", description="compile the steps: auto is on a GPU, where it pays within a minute"
+    )
     title: str = "StraightDP release"
 
 
@@ -205,7 +210,8 @@ class Recipe(Section):
     def digest(self) -> str:
         """Hash of all that decides the trained model; sampling and evaluation may change later."""
         tree = self.model_dump(mode="json", exclude={"sample", "evaluate"})
-        tree["run"].pop("title")
+        for name in ("title", "compile"):
+            tree["run"].pop(name)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,17 +13,18 @@ from torch import Tensor
 
 from straightdp.data import synthetic
 from straightdp.data.records import Records
-from straightdp.dpsgd.trainer import public_clip, train
+from straightdp.dpsgd.clipping import ClippingEngine
+from straightdp.dpsgd.trainer import draw, made_up, public_clip, record_losses, train
 from straightdp.files import file_hash, write_text
-from straightdp.flow.fit import fit, step_generator
+from straightdp.flow.compiled import Compiled, half
+from straightdp.flow.fit import fit, step_generator, trainable
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import TorchDraws, interpolate, noise_like, uniform_times, velocity
-from straightdp.flow.sampler import Network
 from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning, Generator
 from straightdp.metrics.probe import fit_probe
 from straightdp.moments.basis import Basis, fit_basis
-from straightdp.moments.distill import distill_loss
+from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import run_release
 from straightdp.nets.mmdit import MMDiT
@@ -30,8 +32,9 @@ from straightdp.privacy.intake import Intake
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import GRADIENTS
-from straightdp.progress import tracker
+from straightdp.progress import quiet, tracker
 from straightdp.recipe import Recipe
+from straightdp.team import ALONE, Team
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Inputs:
     public_captions: tuple[str, ...]  # one a public class
     conditioning: Conditioning
     intake: Intake
+    team: Team = ALONE
     _public_z: Tensor | None = field(default=None, repr=False)
 
     @property
@@ -66,20 +70,20 @@ class Inputs:
         net.load_state_dict(load_file(path))
         return net
 
-    def fast(self, net: MMDiT) -> Network:
-        """The network in bfloat16 on a GPU; inputs, outputs and everything around it stay float32."""
-
-        def run(x: Tensor, t: Tensor, captions: Tensor) -> Tensor:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-                return net(x, t, captions).float()
-
-        return run
+    @property
+    def compile(self) -> bool:
+        choice = self.recipe.run.compile
+        return self.device.type == "cuda" if choice == "auto" else choice == "on"
 
 
 def save_net(net: MMDiT, path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(net.state_dict(), path)
+
+
+MakeBatch = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""Public randomness to (x_t, t, captions, target velocity)."""
 
 
 def pretrain(inputs: Inputs, out: Path) -> None:
@@ -90,21 +94,32 @@ def pretrain(inputs: Inputs, out: Path) -> None:
     ids = inputs.conditioning.tokenizer.encode(inputs.public_captions).to(device)
     null = inputs.conditioning.null(device)
 
-    def gradients(step: int) -> None:
-        generator = step_generator(inputs.recipe.run.seed, "pretrain", step, device)
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows = torch.randint(len(z), (section.batch,), generator=generator, device=device)
         t = uniform_times(section.batch, 0.0, 1.0, generator, device)
         xi = noise_like(z[rows], generator)
         dropped = torch.rand(section.batch, generator=generator, device=device) < section.p_uncond
         captions = torch.where(dropped[:, None], null, ids[labels[rows]])
-        prediction = inputs.fast(net)(interpolate(z[rows], xi, t), t, captions)
-        squared_error(prediction, velocity(z[rows], xi)).mean().backward()
+        return interpolate(z[rows], xi, t), t, captions, velocity(z[rows], xi)
 
-    _fit(inputs, net, gradients, "pretrain", section)
+    _fit(inputs, net, batch, "pretrain", section)
     save_net(net, out)
 
 
-def _fit(inputs: Inputs, net: MMDiT, gradients, name: str, section) -> None:
+def _fit(inputs: Inputs, net: MMDiT, batch: MakeBatch, name: str, section) -> None:
+    """Regress the network on the batches' velocities."""
+    parameters, network = trainable(net), half(net)
+
+    def loss_gradient(x: Tensor, t: Tensor, captions: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(squared_error(network(x, t, captions), target).mean(), parameters)
+
+    compiled = Compiled(loss_gradient, enabled=inputs.compile)
+
+    def gradients(step: int) -> None:
+        generator = step_generator(inputs.recipe.run.seed, name, step, inputs.device)
+        for parameter, gradient in zip(parameters, compiled(*batch(generator)), strict=True):
+            parameter.grad = gradient
+
     fit(
         net,
         gradients,
@@ -149,11 +164,10 @@ def distill(inputs: Inputs, start: Path, moments: MomentModel, out: Path) -> Non
     net, moments = inputs.load_net(start), moments.to(device)
     ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)
 
-    def gradients(step: int) -> None:
-        generator = step_generator(inputs.recipe.run.seed, "distill", step, device)
-        distill_loss(inputs.fast(net), moments, inputs.public_z, ids, null, section, generator).backward()
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return distill_batch(moments, inputs.public_z, ids, null, section, generator)
 
-    _fit(inputs, net, gradients, "distill", section)
+    _fit(inputs, net, batch, "distill", section)
     save_net(net, out)
 
 
@@ -163,33 +177,44 @@ def plan(inputs: Inputs, start: Path, out: Path) -> None:
     t_min = inputs.recipe.distill.tau if section.t_min is None else section.t_min
     generator = step_generator(inputs.recipe.run.seed, "plan", 0, device)
     rows = torch.randperm(len(inputs.public), generator=torch.Generator().manual_seed(0))[:256]
-    ids = inputs.conditioning.ids(device)
+    ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)
     captions = ids[torch.randint(len(ids), (len(rows),), generator=generator, device=device)]
-    z = inputs.public_z[rows.to(device)]
     net = inputs.load_net(start)
-    clip = public_clip(net, z, captions, inputs.conditioning.null(device), section, t_min, TorchDraws(generator))
-    write_text(out, json.dumps({"clip": clip, "t_min": t_min}))
+    engine = ClippingEngine(net, record_losses(net), clip=1.0)
+    engine.preflight(made_up(net, ids, null, section, t_min))
+    draws = TorchDraws(generator)
+    batches = [
+        draw(z, c, null, section, t_min, draws)
+        for z, c in zip(inputs.public_z[rows.to(device)].split(64), captions.split(64), strict=True)
+    ]
+    write_text(out, json.dumps({"clip": public_clip(engine, batches, section), "t_min": t_min}))
 
 
-def dpsgd(inputs: Inputs, start: Path, plan_file: Path, vault: Vault | None, moments: MomentModel | None) -> None:
+def dpsgd(inputs: Inputs, start: Path, plan_file: Path, vault: Vault, moments: MomentModel | None) -> None:
     """Stage 2: the declared steps, if there are any; then the generator is written to `release/`."""
-    net = inputs.load_net(start)
-    if inputs.recipe.dpsgd.steps and vault is not None:
-        chosen = json.loads(plan_file.read_text())
-        vault.bind(GRADIENTS, f"{file_hash(start)}|{chosen}")
-        train(
-            net,
-            vault,
-            inputs.conditioning.ids(inputs.device),
-            inputs.conditioning.null(inputs.device),
-            inputs.recipe.dpsgd,
-            clip=chosen["clip"],
-            t_min=chosen["t_min"],
-            checkpoint=inputs.folder.checkpoints / "dpsgd.pt",
-            track=tracker("dpsgd"),
-        )
+    net = private_steps(inputs, start, plan_file, vault) if inputs.recipe.dpsgd.steps else inputs.load_net(start)
     generator = Generator(net, inputs.conditioning, moments, inputs.recipe.sample)
     generator.save(inputs.folder.model, inputs.folder.model_card)
+
+
+def private_steps(inputs: Inputs, start: Path, plan_file: Path, vault: Vault) -> MMDiT:
+    """DP-SGD from the weights in `start`, by every process of the team."""
+    net, chosen = inputs.load_net(start), json.loads(plan_file.read_text())
+    vault.bind(GRADIENTS, f"{file_hash(start)}|{chosen}")
+    train(
+        net,
+        vault,
+        inputs.conditioning.ids(inputs.device),
+        inputs.conditioning.null(inputs.device),
+        inputs.recipe.dpsgd,
+        clip=chosen["clip"],
+        t_min=chosen["t_min"],
+        compile=inputs.compile,
+        checkpoint=inputs.folder.checkpoints / "dpsgd.pt",
+        team=inputs.team,
+        track=tracker("dpsgd") if inputs.team.leads else quiet,
+    )
+    return net
 
 
 def sample(inputs: Inputs) -> None:
@@ -197,7 +222,7 @@ def sample(inputs: Inputs) -> None:
     generator = Generator.load(inputs.folder.release, inputs.device)
     section = inputs.recipe.sample
     y = generator.labels(section.n, inputs.device)
-    z = generator.draw(y, section, inputs.recipe.run.seed, tracker("sample"))
+    z = generator.draw(y, section, inputs.recipe.run.seed, tracker("sample"), compile=inputs.compile)
     conditioning = generator.conditioning
     synthetic.write(inputs.folder.synthetic, z, y, conditioning.classes, conditioning.captions)
 

@@ -41,11 +41,10 @@ class Records:
         return Records(self.x[index], self.labels[index], self.classes, texts)
 
 
-def to_z(x: np.ndarray) -> torch.Tensor:
-    """uint8 pixels to [-1, 1]; floats are taken as they are, clamped to [-1, 1]."""
-    if x.dtype == np.uint8:
-        return torch.from_numpy(x.astype(np.float32) / 127.5 - 1.0)
-    return torch.from_numpy(np.clip(x.astype(np.float32), -1.0, 1.0))
+def to_z(x: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """uint8 pixels to [-1, 1]; floats are taken as they are, clamped to [-1, 1]. On the device that x is on."""
+    x = torch.as_tensor(x)
+    return x.float() / 127.5 - 1.0 if x.dtype == torch.uint8 else x.float().clamp(-1.0, 1.0)
 
 
 def to_pixels(z: torch.Tensor) -> np.ndarray:

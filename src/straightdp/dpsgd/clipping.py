@@ -1,189 +1,228 @@
 """Per-record gradient norms and the clipped sum without per-record gradients (book-keeping).
 
-Every trainable parameter sits in a linear map y = x W^T + b. One forward pass keeps each map's input a, one
-backward pass to the maps' outputs gives g; a record's weight gradient is sum over its tokens of g a^T, so
+One forward pass keeps, of each linear map, its input a; one backward pass to the maps' outputs gives g. A record's
+weight gradient is the sum over its tokens of g a^T, so
 
     ||dW||^2 = sum_{s,t} (a_s . a_t)(g_s . g_t)   (ghost norm, cheap when tokens are few)
              = ||sum_t g_t a_t^T||^2              (direct norm, cheap when the map is small)
 
-and the clipped sum over records is one matrix product with g scaled by each record's clip factor. With k draws a
-record, its k T tokens form one example.
+and the clipped sum over records is one matrix product with each record's clip factor. With k draws a record, its k T
+tokens form one example. The other layers that a network may have (`uses`) are treated alike.
 
-Guarantee: recomputed in float64 from the same a and g, no record contributes more than C. The computed norm is
-raised by a bound on its own rounding before it is used (`rounding`). When the network runs in bfloat16, a and g
-are bfloat16 values, which TF32 products take without rounding; only the scaled g is rounded there, and the clip
-keeps a margin for that (`TF32`). A record whose norm is not finite contributes zero; a padded record contributes
-zero; a batch without records sums to zero.
+Guarantee: recomputed in float64 from the same a and g, no record contributes more than C, in float32 and in bfloat16:
+a and g are the values that the network's own arithmetic left, products of them are formed exactly, and the computed
+norm is raised by a bound on its rounding before it is used. A record whose norm is not finite contributes zero; a
+padded record contributes zero; a batch without records sums to zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from straightdp.dpsgd.factors import Factor
+from straightdp.dpsgd.uses import Use, Uses
 from straightdp.errors import BadInput
+from straightdp.flow.compiled import Compiled
 from straightdp.privacy.vault import ClippedSum
 
-EPS = 2.0**-24  # unit rounding of float32
-TF32 = 2.0**-10  # of a float32 value taken into a TF32 product, rounded or cut off
 MARGIN = 1 - 1e-5  # for the factor and the norm's square root
 
-RecordLosses = Callable[[], Tensor]
-"""Runs the network and returns one loss a record, (n,)."""
+RecordLosses = Callable[..., Tensor]
+"""(tensors, each with one row a record) to one loss a record, (n,)."""
 
 
-@dataclass
-class Taps:
-    """Inputs and outputs of each linear map in one forward pass."""
+@dataclass(frozen=True)
+class Coverage:
+    """How one trainable parameter's per-record gradients are found."""
 
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    name: str
+    shape: tuple[int, ...]
+    kind: str
 
 
 class ClippingEngine:
-    """Clips the gradients of a network made of linear maps. Refuses, by name, any other trainable parameter."""
+    """Clips the gradients of `losses(*batch)` with respect to the trainable parameters of `net`.
 
-    def __init__(self, net: nn.Module, clip: float):
-        self.net, self.clip = net, clip
-        self.layers = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
-        self.layers = {n: m for n, m in self.layers.items() if m.weight.requires_grad}
-        self._preflight()
+    `preflight` must see a batch (public, or made up) before the first call: it refuses by name what cannot be clipped
+    exactly. `compile` traces and compiles the whole step for each batch shape, and changes no value beyond rounding;
+    the sum it returns is overwritten by the next call.
+    """
 
-    def _preflight(self) -> None:
-        covered: dict[int, str] = {}
-        for name, layer in self.layers.items():
-            for parameter in layer.parameters():
-                if id(parameter) in covered:
-                    raise BadInput(f"layer {name} shares a parameter with {covered[id(parameter)]}: untie them")
-                covered[id(parameter)] = name
-        for name, parameter in self.net.named_parameters():
-            if parameter.requires_grad and id(parameter) not in covered:
-                raise BadInput(f"parameter {name} is not in a linear layer: freeze it, or put it into one")
+    def __init__(self, net: nn.Module, losses: RecordLosses, clip: float, *, compile: bool = False):
+        self.net, self.losses, self.clip = net, losses, clip
+        self.trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        if not self.trainable:
+            raise BadInput("the network has no trainable parameter: nothing to clip")
+        self._step = Compiled(self._clipped, enabled=compile)
+        self._checked = False
 
     def parameters(self) -> list[nn.Parameter]:
-        """In the order of the sums that `clipped_sum` returns."""
-        return [p for layer in self.layers.values() for p in layer.parameters() if p.requires_grad]
+        """In the order of the sum's values."""
+        return list(self.trainable.values())
 
-    def clipped_sum(self, losses: RecordLosses, mask: Tensor) -> ClippedSum:
+    def __call__(self, batch: tuple[Tensor, ...], mask: Tensor) -> ClippedSum:
         """Sum of clipped per-record gradients over the records with mask 1, and every record's norm."""
-        kept, half = self._backward(losses, mask)
-        with _matmul_precision("high" if half else "highest"):
-            norms, bound = self._norms(kept, TF32 if half else 0.0)
-            usable = torch.isfinite(bound) & (mask > 0)
-            factor = torch.where(usable, (self.clip * MARGIN / bound.clamp_min(1e-30)).clamp_max(1.0), 0.0)
-            sums: list[Tensor] = []
-            for name, layer in self.layers.items():
-                a, g = kept[name]
-                chosen = usable[:, None, None]
-                scaled = torch.where(chosen, g, 0.0) * factor[:, None, None]
-                sums.append(scaled.flatten(0, 1).T @ torch.where(chosen, a, 0.0).flatten(0, 1))
-                if layer.bias is not None:
-                    sums.append(scaled.sum(dim=(0, 1)))
-        return ClippedSum(sums, norms, self.clip)
+        if not self._checked:
+            raise BadInput("ClippingEngine.preflight has not run: give it a public or made-up batch first")
+        with _full_products():
+            total, norms = self._step(mask, *batch)
+        return ClippedSum(total, norms, self.clip)
 
-    def _norms(self, kept: dict[str, tuple[Tensor, Tensor]], input_rounding: float) -> tuple[Tensor, Tensor]:
-        """(gradient norms, the same raised by all rounding up to and including the clipped sum's), per record."""
-        squared = error = size = torch.zeros((), device=next(self.net.parameters()).device)
-        for name, layer in self.layers.items():
-            a, g = kept[name]
-            norm, upper, rounding = squared_norm(a, g)
-            squared, error, size = squared + norm, error + rounding * upper, size + upper
-            if layer.bias is not None:
-                upper = g.norm(dim=-1).sum(dim=1).square()
-                squared, size = squared + g.sum(dim=1).square().sum(dim=-1), size + upper
-                error = error + 2 * (g.shape[1] + 16) * EPS * upper
-        squared = squared.clamp_min(0)
-        return squared.sqrt(), (squared + error).sqrt() + input_rounding * size.sqrt()
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """One flat vector, as in `ClippedSum.total`, as a tensor for each parameter."""
+        parameters = self.parameters()
+        pieces = flat.split([p.numel() for p in parameters])
+        return [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
 
-    def norms(self, losses: RecordLosses, n: int, device: torch.device) -> Tensor:
-        """Per-record gradient norms alone: for public calibration of the clip."""
-        return self.clipped_sum(losses, torch.ones(n, device=device)).norms
+    def preflight(self, batch: tuple[Tensor, ...]) -> list[Coverage]:
+        """Check on a public or made-up batch that every record's gradient is found exactly; list how, by parameter.
 
-    def _backward(self, losses: RecordLosses, mask: Tensor) -> tuple[dict[str, tuple[Tensor, Tensor]], bool]:
-        """One forward and one backward pass to the maps' outputs; weight gradients are never formed.
-
-        Returns each map's (a, g) as float32 (n, tokens, channels), and whether they hold bfloat16 values.
+        Each record's gradient, taken alone, is compared with autograd's of that record's loss, at weights moved off
+        special points such as zero. That finds layers that mix records and parameters that reach the loss unseen.
         """
-        with self._tapped() as taps:
-            per_record = losses()
-            if per_record.shape != mask.shape:
+        n = len(batch[0])
+        if n < 2:
+            raise BadInput("preflight needs at least two records, to see that they do not mix")
+        with self._moved_weights(), _full_products():
+            uses, losses = self._forward(batch, n)
+            self._check_alone(batch, losses)
+            for i in range(n):
+                self._check_record(batch, i, n)
+        self._checked = True
+        kinds = {name: use.kind for use in uses for name in use.names}
+        return [Coverage(name, tuple(p.shape), kinds[name]) for name, p in self.trainable.items()]
+
+    def _check_alone(self, batch: tuple[Tensor, ...], losses: Tensor) -> None:
+        with torch.no_grad():
+            alone = torch.cat([self.losses(*(x[i : i + 1] for x in batch)) for i in range(len(losses))])
+        if not torch.allclose(alone, losses.detach(), rtol=2e-2, atol=1e-6):
+            raise BadInput(
+                "a record's loss changes with the other records of its batch (batch normalisation?): "
+                "use layer or group normalisation"
+            )
+
+    def _check_record(self, batch: tuple[Tensor, ...], i: int, n: int) -> None:
+        parameters = self.parameters()
+        with torch.enable_grad():
+            expected = torch.autograd.grad(self.losses(*batch)[i], parameters, allow_unused=True)
+        mask = torch.zeros(n, device=parameters[0].device)
+        mask[i] = 1
+        uses, factors = self._backward(batch, mask)
+        alone = torch.zeros_like(mask)
+        alone[i] = 1
+        found = self._collect(factors, alone)
+        half = any(use.tensor.dtype in (torch.bfloat16, torch.float16) for use in uses)
+        size = max(float(e.float().norm()) for e in expected if e is not None)
+        for (name, _), mine, theirs in zip(self.trainable.items(), found, expected, strict=True):
+            theirs = torch.zeros_like(mine) if theirs is None else theirs.float()
+            off = float((mine - theirs).norm())
+            if not off <= (0.05 if half else 1e-3) * float(theirs.norm()) + 1e-4 * size:
                 raise BadInput(
-                    f"expected one loss for each of {len(mask)} records, got shape {tuple(per_record.shape)}"
+                    f"parameter {name}: its gradient for one record cannot be told from the batch (off by {off:.3g} "
+                    f"of {float(theirs.norm()):.3g}): let the batch come first everywhere, or freeze it"
                 )
-            total = torch.where(mask > 0, per_record, 0.0).sum()
-            missing = [name for name in self.layers if name not in taps.outputs]
-            if missing:
-                raise BadInput(f"layer {missing[0]} took no part in the forward pass: freeze it")
-            values = torch.autograd.grad(total, [taps.outputs[name] for name in self.layers], allow_unused=True)
-        half = any(output.dtype == torch.bfloat16 for output in taps.outputs.values())
-        kept = {}
-        for name, g in zip(self.layers, values, strict=True):
-            if g is None:
-                raise BadInput(f"layer {name} does not reach the loss: freeze it")
-            a = taps.inputs[name]
-            if half:
-                a, g = a.bfloat16(), g.bfloat16()
-            kept[name] = examples(a.float(), len(mask)), examples(g.float(), len(mask))
-        return kept, half
 
     @contextmanager
-    def _tapped(self):
-        """Hooks that keep every map's input and output; the maps' own parameters are taken out of the graph."""
-        taps = Taps()
-
-        def hook(name: str):
-            def keep(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-                if name in taps.outputs:
-                    raise BadInput(f"layer {name} ran twice in one forward pass: give it one input a pass")
-                if not output.requires_grad:
-                    output.requires_grad_(True)
-                taps.inputs[name], taps.outputs[name] = args[0].detach(), output
-                return output
-
-            return keep
-
+    def _moved_weights(self):
         parameters = self.parameters()
-        handles = [layer.register_forward_hook(hook(name)) for name, layer in self.layers.items()]
-        for parameter in parameters:
-            parameter.requires_grad_(False)
+        before = [p.detach().clone() for p in parameters]
+        generator = torch.Generator().manual_seed(0)
         try:
-            with torch.enable_grad():
-                yield taps
+            with torch.no_grad():
+                for p in parameters:
+                    p.add_(torch.randn(p.shape, generator=generator).to(p) * 0.05)
+            yield
         finally:
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-            for handle in handles:
-                handle.remove()
+            with torch.no_grad():
+                for p, value in zip(parameters, before, strict=True):
+                    p.copy_(value)
+
+    def _clipped(self, mask: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        """(the clipped sum as one vector, per-record norms)."""
+        _, factors = self._backward(batch, mask)
+        norms, bound = gradient_norms(list(factors.values()))
+        factor = clip_factor(bound, mask, self.clip)
+        return torch.cat([value.flatten() for value in self._collect(factors, factor)]), norms
+
+    def _collect(self, factors: dict[tuple[str, ...], Factor], factor: Tensor) -> list[Tensor]:
+        sums: dict[str, Tensor] = {}
+        for names, value in factors.items():
+            sums.update(zip(names, value.weighted(factor), strict=True))
+        return [sums[name].reshape(p.shape) for name, p in self.trainable.items()]
+
+    def _backward(self, batch: tuple[Tensor, ...], mask: Tensor) -> tuple[list[Use], dict[tuple[str, ...], Factor]]:
+        """One forward and one backward pass; weight gradients are never formed."""
+        uses, losses = self._forward(batch, len(mask))
+        total = torch.where(mask > 0, losses, 0.0).sum()
+        parameters = self.parameters()
+        values = torch.autograd.grad(total, [use.tensor for use in uses] + parameters, allow_unused=True)
+        for name, value in zip(self.trainable, values[len(uses) :], strict=True):
+            if value is not None:
+                raise BadInput(
+                    f"parameter {name} reaches the loss by a way that cannot be split into records: freeze it"
+                )
+        factors: dict[tuple[str, ...], Factor] = {}
+        for use, g in zip(uses, values, strict=False):
+            if g is None:
+                raise BadInput(f"parameter {use.names[0]} does not reach the loss: freeze it")
+            for names, factor in use.factors(g.detach()).items():
+                factors[names] = _joined(names, factors.get(names), factor)
+        covered = [name for names in factors for name in names]
+        for name in self.trainable:
+            if covered.count(name) != 1:
+                raise BadInput(f"parameter {name} is used by two kinds of layer at once: untie it, or freeze it")
+        return uses, factors
+
+    def _forward(self, batch: tuple[Tensor, ...], n: int) -> tuple[list[Use], Tensor]:
+        watch = Uses(self.trainable, n)
+        with torch.enable_grad(), watch:
+            losses = self.losses(*batch)
+        if losses.shape != (n,):
+            raise BadInput(f"expected one loss for each of {n} records, got shape {tuple(losses.shape)}")
+        for use in watch.found:
+            if use.tensor._version != use.version:
+                raise BadInput(
+                    f"the output of the layer with {use.names[0]} is changed in place: use the variant that is not"
+                )
+        used = {name for use in watch.found for name in use.names}
+        for name in self.trainable:
+            if name not in used:
+                raise BadInput(f"parameter {name} took no part in the forward pass: freeze it")
+        return watch.found, losses
 
 
-def examples(x: Tensor, n: int) -> Tensor:
-    """(n k, ..., channels), record-major, to (n, tokens of the record, channels)."""
-    return x.reshape(n, -1, x.shape[-1])
+def gradient_norms(factors: list[Factor]) -> tuple[Tensor, Tensor]:
+    """(gradient norms, the same raised by a bound on their rounding), per record."""
+    pairs = [factor.norms() for factor in factors]
+    squared = torch.stack([pair[0] for pair in pairs]).sum(dim=0).clamp_min(0)
+    error = torch.stack([pair[1] for pair in pairs]).sum(dim=0)
+    return squared.sqrt(), (squared + error).sqrt()
 
 
-def squared_norm(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, float]:
-    """(||sum_t g_t a_t^T||_F^2, (sum_t |a_t||g_t|)^2, rounding) per record, by the cheaper of the two formulas.
+def clip_factor(bound: Tensor, mask: Tensor, clip: float) -> Tensor:
+    """What each record's gradient is multiplied by, from its norm's upper bound; zero for what must not contribute."""
+    usable = torch.isfinite(bound) & (mask > 0)
+    return torch.where(usable, (clip * MARGIN / bound.clamp_min(1e-30)).clamp_max(1.0), 0.0)
 
-    The computed first value is off by at most rounding times the second: float32 inner products of k terms are
-    off by at most k EPS times the sum of their absolute values, and both formulas square such a product once.
-    """
-    tokens, wide, high = a.shape[1], a.shape[2], g.shape[2]
-    size = (a.norm(dim=-1) * g.norm(dim=-1)).sum(dim=1).square()
-    if tokens == 1:
-        return size, size, 2 * (wide + high + 16) * EPS
-    if tokens * (wide + high) < wide * high:
-        return ((a @ a.mT) * (g @ g.mT)).sum(dim=(1, 2)), size, 2 * (max(wide, high) + tokens + 16) * EPS
-    return (g.mT @ a).square().sum(dim=(1, 2)), size, 2 * (tokens + 16) * EPS
+
+def _joined(names: tuple[str, ...], before: Factor | None, factor: Factor) -> Factor:
+    if before is None:
+        return factor
+    if type(before) is not type(factor):
+        raise BadInput(f"parameter {names[0]} is used by two kinds of layer at once: untie it, or freeze it")
+    return before.joined(factor)  # type: ignore[arg-type]
 
 
 @contextmanager
-def _matmul_precision(precision: str):
+def _full_products():
+    """float32 products without TF32, whatever the caller has set."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:

@@ -2,67 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from straightdp.dpsgd.clipping import ClippingEngine
+from straightdp.dpsgd.clipping import ClippingEngine, RecordLosses
+from straightdp.flow.compiled import half
 from straightdp.flow.fit import fit
 from straightdp.flow.loss import squared_error
-from straightdp.flow.path import Draws, interpolate, velocity
+from straightdp.flow.path import Draws, TorchDraws, interpolate, velocity
 from straightdp.nets.mmdit import MMDiT
 from straightdp.privacy.vault import ClippedSum, MicroBatch, Vault
 from straightdp.privacy.workload import GRADIENTS
 from straightdp.recipe import DpSgd
+from straightdp.team import Team
 
 
-def record_losses(
-    net: MMDiT,
-    z: Tensor,
-    captions: Tensor,
-    null: Tensor,
-    section: DpSgd,
-    t_min: float,
-    draws: Draws,
-) -> Callable[[], Tensor]:
-    """Equation (1) averaged over k draws of (t, xi) a record; a draw's caption is dropped with p_uncond."""
-    n, k = len(z), section.draws
-    z = z.repeat_interleave(k, dim=0)
-    captions = captions.repeat_interleave(k, dim=0)
-    t = t_min + (1 - t_min) * draws.uniform(n * k)
-    xi = draws.normal(tuple(z.shape))
-    dropped = draws.uniform(n * k) < section.p_uncond
-    captions = torch.where(dropped[:, None], null.expand_as(captions), captions)
+def record_losses(net: MMDiT) -> RecordLosses:
+    """Equation (1) averaged over k draws: z is (n, ...), captions (n, k, length), t (n, k), xi (n, k, ...)."""
+    network = half(net)
 
-    def losses() -> Tensor:
-        with torch.autocast(z.device.type, dtype=torch.bfloat16, enabled=z.device.type == "cuda"):
-            prediction = net(interpolate(z, xi, t), t, captions)
-        return squared_error(prediction.float(), velocity(z, xi)).reshape(n, k).mean(dim=1)
+    def losses(z: Tensor, captions: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+        n, k = t.shape
+        z, t, xi = z.repeat_interleave(k, dim=0), t.flatten(), xi.flatten(0, 1)
+        prediction = network(interpolate(z, xi, t), t, captions.flatten(0, 1))
+        return squared_error(prediction, velocity(z, xi)).reshape(n, k).mean(dim=1)
 
     return losses
 
 
-def public_clip(
-    net: MMDiT,
-    z: Tensor,
-    captions: Tensor,
-    null: Tensor,
-    section: DpSgd,
-    t_min: float,
-    draws: Draws,
-) -> float:
+def draw(
+    z: Tensor, captions: Tensor, null: Tensor, section: DpSgd, t_min: float, draws: Draws
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `record_losses` takes: k draws a record, t in [t_min, 1]; a draw's caption is dropped with p_uncond."""
+    n, k = len(z), section.draws
+    t = t_min + (1 - t_min) * draws.uniform((n, k))
+    xi = draws.normal((n, k, *z.shape[1:]))
+    dropped = draws.uniform((n, k, 1)) < section.p_uncond
+    return z, torch.where(dropped, null, captions[:, None]), t, xi
+
+
+def public_clip(engine: ClippingEngine, batches: list[tuple[Tensor, ...]], section: DpSgd) -> float:
     """C from public records alone: `clip` times a quantile of their gradient norms, or `clip` itself."""
     if section.clip_quantile == 0:
         return section.clip
-    engine = ClippingEngine(net, clip=1.0)
-    norms = []
-    for start in range(0, len(z), section.micro_batch):
-        part, ids = z[start : start + section.micro_batch], captions[start : start + section.micro_batch]
-        losses = record_losses(net, part, ids, null, section, t_min, draws)
-        norms.append(engine.norms(losses, len(part), part.device))
+    norms = [engine(batch, torch.ones(len(batch[0]), device=batch[0].device)).norms.clone() for batch in batches]
     return section.clip * float(torch.cat(norms).quantile(section.clip_quantile))
+
+
+def micro_batch(section: DpSgd, n: int, size: int) -> int:
+    """Records a micro-batch for one of `size` processes: the recipe's, or one that holds nearly every Poisson batch.
+
+    A batch of mean m and deviation s rarely exceeds m + 2.5 s; one that does takes one more micro-batch.
+    """
+    mean = section.q * n / size
+    whole = math.ceil((mean + 2.5 * math.sqrt(mean * (1 - section.q))) / 8) * 8
+    if section.micro_batch is not None:
+        return min(section.micro_batch, max(8, whole))
+    parts = math.ceil(whole * section.draws / DRAWS_AT_ONCE)
+    return math.ceil(whole / parts / 8) * 8
+
+
+DRAWS_AT_ONCE = 8192  # rows of one forward pass on a GPU; beyond, nothing is gained
 
 
 def train(
@@ -74,23 +77,23 @@ def train(
     *,
     clip: float,
     t_min: float,
+    compile: bool,
     checkpoint: Path,
+    team: Team,
     track,
 ) -> None:
     """Spend the declared steps and leave the EMA weights in `net`. `captions` holds one row of ids a class."""
-    engine = ClippingEngine(net, clip)
-    device = captions.device
+    engine = ClippingEngine(net, record_losses(net), clip, compile=compile)
+    engine.preflight(made_up(net, captions, null, section, t_min))
+    size = micro_batch(section, vault.n, team.size)
 
     def clipped_sum(batch: MicroBatch) -> ClippedSum:
-        losses = record_losses(net, batch.z, captions[batch.y], null, section, t_min, batch.draws)
-        return engine.clipped_sum(losses, batch.mask)
+        return engine(draw(batch.z, captions[batch.y], null, section, t_min, batch.draws), batch.mask)
 
     def gradients(step: int) -> None:
-        noisy = vault.noisy_gradient(
-            GRADIENTS, step, clipped_sum, clip=clip, micro_batch=section.micro_batch, device=device
-        )
-        for parameter, gradient in zip(engine.parameters(), noisy, strict=True):
-            parameter.grad = gradient.to(parameter.dtype).reshape(parameter.shape)
+        noisy = vault.noisy_gradient(GRADIENTS, step, clipped_sum, clip=clip, micro_batch=size, device=captions.device)
+        for parameter, gradient in zip(engine.parameters(), engine.split(noisy), strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
 
     fit(
         net,
@@ -100,5 +103,13 @@ def train(
         ema=section.ema,
         checkpoint=checkpoint,
         every=section.checkpoint_every,
+        writes=team.leads,
         track=track,
     )
+
+
+def made_up(net: MMDiT, captions: Tensor, null: Tensor, section: DpSgd, t_min: float) -> tuple[Tensor, ...]:
+    """Three records of noise, for the engine's preflight."""
+    draws = TorchDraws(torch.Generator(captions.device).manual_seed(0))
+    rows = torch.arange(3, device=captions.device) % len(captions)
+    return draw(draws.normal((3, *net.shape)), captions[rows], null, section, t_min, draws)

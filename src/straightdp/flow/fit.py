@@ -37,9 +37,13 @@ def fit(
     ema: float,
     checkpoint: Path,
     every: int,
+    writes: bool = True,
     track: Callable[[Iterable[int], int, int], Iterable[int]],
 ) -> None:
-    """Run `steps` steps and leave the EMA weights in `net`. `track(steps, done, total)` shows progress."""
+    """Run `steps` steps and leave the EMA weights in `net`. `track(steps, done, total)` shows progress.
+
+    Nothing here waits for the device, except a checkpoint, every `every` steps; `writes` says whether to write it.
+    """
     parameters = trainable(net)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=parameters[0].is_cuda)
     average = [p.detach().clone() for p in parameters]
@@ -50,9 +54,8 @@ def fit(
         optimizer.step()
         decay = min(ema, (1 + step) / (10 + step))  # a short run is not dominated by its start
         with torch.no_grad():
-            for mean, parameter in zip(average, parameters, strict=True):
-                mean.lerp_(parameter, 1 - decay)
-        if (step + 1) % every == 0 and step + 1 < steps:
+            torch._foreach_lerp_(average, parameters, 1 - decay)  # type: ignore
+        if writes and (step + 1) % every == 0 and step + 1 < steps:
             _save(checkpoint, step + 1, parameters, average, optimizer)
     with torch.no_grad():
         for parameter, mean in zip(parameters, average, strict=True):

@@ -52,10 +52,10 @@ def uniform_times(n: int, low: float, high: float, generator: torch.Generator, d
 
 
 class Draws(Protocol):
-    """Where a step's t and xi come from: a public generator, or the secret key."""
+    """Where a step's t and xi come from: a public generator, or the secret key. Shapes begin with one row a record."""
 
-    def uniform(self, n: int) -> Tensor:
-        """(n,) in [0, 1)."""
+    def uniform(self, shape: tuple[int, ...]) -> Tensor:
+        """In [0, 1)."""
         ...
 
     def normal(self, shape: tuple[int, ...]) -> Tensor: ...
@@ -67,8 +67,8 @@ class TorchDraws:
     def __init__(self, generator: torch.Generator):
         self._generator = generator
 
-    def uniform(self, n: int) -> Tensor:
-        return torch.rand(n, generator=self._generator, device=self._generator.device)
+    def uniform(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.rand(shape, generator=self._generator, device=self._generator.device)
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self._generator.device)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from straightdp.flow.loss import squared_error
 from straightdp.flow.path import interpolate, noise_like, uniform_times, velocity
-from straightdp.flow.sampler import Network
 from straightdp.moments.field import MomentModel
 from straightdp.recipe import Distill
 
 
-def distill_loss(
-    net: Network,
+def distill_batch(
     moments: MomentModel,
     public: Tensor,
     captions: Tensor,
     null: Tensor,
     section: Distill,
     generator: torch.Generator,
-) -> Tensor:
-    """One batch. Rows of the first kind are draws of the release at t <= tau with the analytic field as target (the
-    mixture's for the null caption). Rows of the second kind replay public images at t > tau, half without a caption
-    and half with a random private class's, so that late refinement does not hang on the caption.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x_t, t, captions, target velocity) of one batch.
+
+    Rows of the first kind are draws of the release at t <= tau with the analytic field as target (the mixture's for the
+    null caption). Rows of the second kind replay public images at t > tau, half without a caption and half with a
+    random private class's, so that late refinement does not hang on the caption.
     """
     device = captions.device
     n_replay = min(round(section.batch * section.replay), section.batch - 1)
@@ -49,7 +48,5 @@ def distill_loss(
     without = torch.rand(n_replay, generator=generator, device=device) < 0.5
     late_ids = torch.where(without[:, None], null.expand(n_replay, -1), captions[any_class])
 
-    prediction = net(
-        torch.cat([x, interpolate(public[rows], xi, late)]), torch.cat([t, late]), torch.cat([ids, late_ids])
-    )
-    return squared_error(prediction, torch.cat([target, velocity(public[rows], xi)])).mean()
+    x = torch.cat([x, interpolate(public[rows], xi, late)])
+    return x, torch.cat([t, late]), torch.cat([ids, late_ids]), torch.cat([target, velocity(public[rows], xi)])

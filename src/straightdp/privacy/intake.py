@@ -16,6 +16,7 @@ from straightdp.privacy.noise import Noise
 from straightdp.privacy.reader import read_private
 from straightdp.privacy.vault import Vault
 from straightdp.recipe import Recipe
+from straightdp.team import ALONE, Team
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
 Fit = Callable[[torch.Tensor, torch.Tensor], Predict]
@@ -50,8 +51,8 @@ class Intake:
             else "declared in the recipe"
         )
 
-    def vault(self, ledger: Ledger, noise: Noise, diagnostics: Path) -> Vault:
-        return Vault(self.__train, ledger, noise, n=self.n, diagnostics=diagnostics)
+    def vault(self, ledger: Ledger, noise: Noise, diagnostics: Path, team: Team = ALONE) -> Vault:
+        return Vault(self.__train, ledger, noise, n=self.n, diagnostics=diagnostics, team=team)
 
     def fingerprint(self) -> str:
         """A hash of the private training records and their classes, to know them again on resume. `private/` only."""

@@ -63,10 +63,10 @@ def read_chain(data: bytes) -> list[dict[str, Any]]:
 
 
 class Ledger:
-    """The one writer of a run's transcript."""
+    """The one writer of a run's transcript. Opened with `reads`, it only knows what was declared, and never writes."""
 
-    def __init__(self, path: Path, copy: Path | None = None):
-        self.path, self.copy = path, copy
+    def __init__(self, path: Path, copy: Path | None = None, *, reads: bool = False):
+        self.path, self.copy, self.reads = path, copy, reads
         self.entries: list[dict[str, Any]] = []
         self.declared: dict[str, Declaration] = {}
         self.executed: set[tuple[str, int]] = set()
@@ -83,7 +83,7 @@ class Ledger:
             entries = read_chain(whole)
         except TranscriptError as error:
             raise BadInput(f"{self.path} is damaged at {error}; this run cannot go on, start another --out") from None
-        if len(whole) != len(data):
+        if len(whole) != len(data) and not self.reads:
             with open(self.path, "r+b") as file:
                 file.truncate(len(whole))
                 os.fsync(file.fileno())
@@ -107,6 +107,8 @@ class Ledger:
             self.executed.add((entry["id"], entry["step"]))
 
     def _append(self, kind: str, **body: Any) -> None:
+        if self.reads:
+            raise BudgetRefused(f"{self.path} was opened for reading; only the leading process spends")
         entry = {"line": len(self.entries) + 1, "kind": kind, "previous": self._previous, **body}
         fresh, line = not self.path.exists(), seal(entry)[0]
         with open(self.path, "ab") as file:

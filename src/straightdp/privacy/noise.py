@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 
 from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import write_durably
-from straightdp.flow.path import Draws, TorchDraws
+from straightdp.flow.path import Draws
 
 SUMMANDS = 4
 
@@ -96,11 +97,19 @@ class Noise:
         coins = self._philox(stream, step, 0).integers(0, 2**63, size=size, dtype=np.int64)
         return np.flatnonzero(coins < int(q * 2**63))
 
-    def draws(self, stream: str, step: int, index: int, device: torch.device) -> Draws:
-        """Secret draws that are not the noise itself: which t and xi a record meets."""
+    def draws(self, stream: str, step: int, places: np.ndarray, device: torch.device) -> Draws:
+        """Secret draws that are not the noise itself: which t and xi the records at `places` of the batch meet."""
+        return PlacedDraws(self, f"{stream}/{step}", places, device)
+
+    def block(self, stream: str, j: int, call: int, size: int, kind: str, device: torch.device) -> torch.Tensor:
+        """`size` uniform or normal float32 values of one block of places."""
         if device.type == "cuda":
-            return TorchDraws(self._cuda_generator(stream, step, index, device))
-        return PhiloxDraws(self._philox(stream, step, index))
+            generator = self._cuda_generator(stream, j, call, device)
+            draw = torch.rand if kind == "uniform" else torch.randn
+            return draw(size, generator=generator, device=device)
+        source = self._philox(stream, j, call)
+        draw = source.random if kind == "uniform" else source.standard_normal
+        return torch.from_numpy(draw(size, dtype=np.float32))
 
     def _cuda_generator(self, stream: str, step: int, j: int, device: torch.device) -> torch.Generator:
         seed = int.from_bytes(self._subkey(stream, step, j)[:8], "little") & (2**63 - 1)
@@ -113,17 +122,34 @@ class Noise:
         return hashlib.blake2b(f"{stream}|{step}|{j}".encode(), key=self._key, digest_size=16).digest()
 
 
-class PhiloxDraws:
-    """Draws on the CPU, from a 128-bit key."""
+class PlacedDraws:
+    """Draws for the records at some places of a batch. A place's values do not depend on which others are asked for.
 
-    def __init__(self, source: np.random.Generator):
-        self._source = source
+    They are made in blocks of BLOCK places, each with a subkey of its own.
+    """
 
-    def uniform(self, n: int) -> torch.Tensor:
-        return torch.from_numpy(self._source.random(n, dtype=np.float32))
+    BLOCK = 256
+
+    def __init__(self, noise: Noise, stream: str, places: np.ndarray, device: torch.device):
+        self._noise, self._stream, self._device = noise, stream, device
+        blocks, inverse = np.unique(places // self.BLOCK, return_inverse=True)
+        self._blocks = [int(j) for j in blocks]
+        self._rows = torch.from_numpy(inverse * self.BLOCK + places % self.BLOCK).to(device, non_blocking=True)
+        self._calls = 0
+
+    def uniform(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._draw("uniform", shape)
 
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.from_numpy(self._source.standard_normal(shape, dtype=np.float32))
+        return self._draw("normal", shape)
+
+    def _draw(self, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if shape[0] != len(self._rows):
+            raise ValueError(f"draws for {len(self._rows)} records were asked for {shape[0]}")
+        size = self.BLOCK * math.prod(shape[1:])
+        parts = [self._noise.block(self._stream, j, self._calls, size, kind, self._device) for j in self._blocks]
+        self._calls += 1
+        return torch.cat(parts).reshape(-1, *shape[1:])[self._rows]
 
 
 def open_noise(private: Path, pinned_key: str | None, *, context: str, spent: bool) -> Noise:

@@ -22,6 +22,9 @@ from straightdp.flow.path import Draws
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.mechanisms import BoundedSum, Relation
 from straightdp.privacy.noise import Noise
+from straightdp.team import ALONE, Team
+
+DIAGNOSTICS_EVERY = 50  # steps: asking for values sooner would make the device wait
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """Per parameter, the sum of per-record gradients clipped to `clip`; each record's norm, for diagnostics only."""
+    """The sum of per-record gradients clipped to `clip`, as one vector; each record's norm, for diagnostics only."""
 
-    sums: list[torch.Tensor]
+    total: torch.Tensor
     norms: torch.Tensor
     clip: float
 
@@ -46,7 +49,9 @@ class ClippedSum:
 class Vault:
     """Guarantee: every value returned is the output of a mechanism that was declared, certified and recorded."""
 
-    def __init__(self, records: Records, ledger: Ledger, noise: Noise, *, n: int, diagnostics: Path):
+    def __init__(
+        self, records: Records, ledger: Ledger, noise: Noise, *, n: int, diagnostics: Path, team: Team = ALONE
+    ):
         if len(records) > n:
             raise BadInput(f"{len(records)} private records were found but N = {n} is declared; raise privacy.n")
         self.__records = records
@@ -54,6 +59,9 @@ class Vault:
         self.__ledger = ledger
         self.__noise = noise
         self.__diagnostics = diagnostics
+        self.__team = team
+        self.__resident: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.__norms: list[tuple[int, list[torch.Tensor], float]] = []
         self.n = n
         self.classes = len(records.classes)
 
@@ -73,14 +81,15 @@ class Vault:
             for group, (size, relative) in statistic.noise_shape().items()
         }
         self.__ledger.spend(id)
-        exact = statistic.exact(to_z(self.__records.x), self.__labels)
+        exact = statistic.exact(self.__records.z(), self.__labels)
         self.__noise.bind(id, b"".join(exact[group].tobytes() for group in sorted(exact)))
         return statistic.assemble({group: exact[group] + noise[group] for group in exact})
 
     def bind(self, id: str, start: str) -> None:
         """Tie a mechanism of many steps to what it starts from (weights, plan), so that a resumed run repeats it."""
         self.__declared(id, "poisson_gaussian")
-        self.__noise.bind(id, start.encode())
+        if self.__team.leads:
+            self.__noise.bind(id, start.encode())
 
     def noisy_gradient(
         self,
@@ -91,49 +100,59 @@ class Vault:
         clip: float,
         micro_batch: int,
         device: torch.device,
-    ) -> list[torch.Tensor]:
-        """One DP-SGD step's gradient: (sum of clipped gradients + sigma C noise) / (q N), N declared.
+    ) -> torch.Tensor:
+        """One DP-SGD step's gradient as one vector: (sum of clipped gradients + sigma C noise) / (q N), N declared.
 
         An empty Poisson batch gives pure noise. The draws of t and xi come from the secret key: were they known,
-        a record's place in the batch would matter to its neighbours.
+        a record's place in the batch would matter to its neighbours. In a team, each process samples its own share of
+        the records (every size-th), the leader adds the shares up and noises the sum, once.
         """
         part = self.__declared(id, "poisson_gaussian")
         if part.q is None:
             raise BudgetRefused(f"{id} has no sampling rate")
-        self.__ledger.spend(id, step, clip=clip)
+        if self.__team.leads:
+            self.__ledger.spend(id, step, clip=clip)
+        self.__team.told()  # nobody reads a record before the leader's entry is on disk
         members = self.__noise.members(f"{id}/members", step, part.q, len(self.__records))
-        sums: list[torch.Tensor] | None = None
+        places = np.flatnonzero(members % self.__team.size == self.__team.rank)
+        total: torch.Tensor | None = None
         norms: list[torch.Tensor] = []
-        for index, start in enumerate(range(0, max(len(members), 1), micro_batch)):
-            chosen = members[start : start + micro_batch]
-            result = clipped_sum(self.__micro_batch(id, step, index, chosen, micro_batch, device))
+        for start in range(0, max(len(places), 1), micro_batch):
+            chosen = places[start : start + micro_batch]
+            result = clipped_sum(self.__micro_batch(id, step, members, chosen, micro_batch, device))
             if result.clip != clip:
                 raise BudgetRefused(f"{id} was clipped to {result.clip:g}, its noise is made for {clip:g}")
-            norms.append(result.norms[: len(chosen)].float().cpu())
-            sums = result.sums if sums is None else [a + b for a, b in zip(sums, result.sums, strict=True)]
-        assert sums is not None
-        self.__write_diagnostics(step, torch.cat(norms), clip)
-        return self.__noised(id, step, sums, part.sigma * clip, part.q * self.n)
+            norms.append(result.norms[: len(chosen)].float().clone())
+            total = result.total.clone() if total is None else total.add_(result.total)
+        assert total is not None
+        self.__keep_diagnostics(step, norms, clip, last=step == part.count - 1)
+        total = self.__team.summed(total)
+        if self.__team.leads:
+            total += self.__noise.normal(f"{id}/noise", step, len(total), total.device) * (part.sigma * clip)
+            total /= part.q * self.n
+        return self.__team.from_leader(total)
 
     def __micro_batch(
-        self, id: str, step: int, index: int, chosen: np.ndarray, size: int, device: torch.device
+        self, id: str, step: int, members: np.ndarray, places: np.ndarray, size: int, device: torch.device
     ) -> MicroBatch:
+        """The records at `places` of the batch, padded to `size`. A record's draws hang on its place alone."""
         padded = np.zeros(size, dtype=np.int64)
-        padded[: len(chosen)] = chosen
+        padded[: len(places)] = places
+        rows = members[padded] if len(members) else padded
         mask = torch.zeros(size)
-        mask[: len(chosen)] = 1
-        z = to_z(self.__records.x[padded]) if len(self.__records) else torch.zeros(size, *self.__records.shape)
-        y = self.__labels[padded] if len(self.__records) else torch.zeros(size, dtype=torch.int64)
-        draws = self.__noise.draws(f"{id}/draws", step, index, device)
-        return MicroBatch(z.to(device), y.to(device), mask.to(device), draws)
+        mask[: len(places)] = 1
+        x, labels = self.__on(device)
+        index = torch.from_numpy(rows).to(device, non_blocking=True)
+        draws = self.__noise.draws(f"{id}/draws", step, padded, device)
+        return MicroBatch(to_z(x[index]), labels[index], mask.to(device, non_blocking=True), draws)
 
-    def __noised(
-        self, id: str, step: int, sums: list[torch.Tensor], std: float, expected_batch: float
-    ) -> list[torch.Tensor]:
-        sizes = [value.numel() for value in sums]
-        noise = self.__noise.normal(f"{id}/noise", step, sum(sizes), sums[0].device) * std
-        pieces = noise.split(sizes)
-        return [(s + e.view_as(s)) / expected_batch for s, e in zip(sums, pieces, strict=True)]
+    def __on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Records and labels on the device, where they stay. An empty set has one row of zeros, for padding."""
+        if device not in self.__resident:
+            x = self.__records.x if len(self.__records) else np.zeros((1, *self.__records.shape), np.uint8)
+            labels = self.__labels if len(self.__records) else torch.zeros(1, dtype=torch.int64)
+            self.__resident[device] = torch.from_numpy(x).to(device), labels.to(device)
+        return self.__resident[device]
 
     def __declared(self, id: str, kind: str):
         part = self.__ledger.declared.get(id)
@@ -141,13 +160,25 @@ class Vault:
             raise BudgetRefused(f"mechanism {id!r} ({kind}) was not declared before the first private read")
         return part
 
-    def __write_diagnostics(self, step: int, norms: torch.Tensor, clip: float) -> None:
-        """Per-step quantiles of the per-record norms and the clip fraction. Private: computed without noise."""
-        entry: dict[str, float | int | None] = {"step": step, "batch": len(norms), "clip": clip}
-        finite = norms[torch.isfinite(norms)]
-        for name, level in (("q10", 0.1), ("q50", 0.5), ("q90", 0.9)):
-            entry[name] = float(finite.quantile(level)) if len(finite) else None
-        entry["clip_fraction"] = float((norms > clip).float().mean()) if len(norms) else None
-        entry["non_finite"] = int(len(norms) - len(finite))
-        with open(self.__diagnostics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+    def __keep_diagnostics(self, step: int, norms: list[torch.Tensor], clip: float, *, last: bool) -> None:
+        """Per-record norms wait on the device and are written down together, every so many steps."""
+        self.__norms.append((step, norms, clip))
+        if len(self.__norms) < DIAGNOSTICS_EVERY and not last:
+            return
+        shares = self.__team.gathered([torch.cat(values).cpu() for _, values, _ in self.__norms])
+        if self.__team.leads:
+            with open(self.__diagnostics, "a", encoding="utf-8") as file:
+                for (k, _, c), *values in zip(self.__norms, *shares, strict=True):
+                    file.write(json.dumps(_summary(k, torch.cat(values), c)) + "\n")
+        self.__norms = []
+
+
+def _summary(step: int, norms: torch.Tensor, clip: float) -> dict[str, float | int | None]:
+    """Quantiles of the per-record norms and the clip fraction. Private: computed without noise."""
+    entry: dict[str, float | int | None] = {"step": step, "batch": len(norms), "clip": clip}
+    finite = norms[torch.isfinite(norms)]
+    for name, level in (("q10", 0.1), ("q50", 0.5), ("q90", 0.9)):
+        entry[name] = float(finite.quantile(level)) if len(finite) else None
+    entry["clip_fraction"] = float((norms > clip).float().mean()) if len(norms) else None
+    entry["non_finite"] = int(len(norms) - len(finite))
+    return entry
