@@ -29,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 
-from turns import add_turns, turn
+from turns import add_turns, preparing, turn
 
 LIMIT_S = 900  # for one contender
 BURST = 10  # steps between two waits for the device
@@ -114,16 +114,17 @@ def measure(arguments: argparse.Namespace) -> dict:
 
     torch.set_num_threads(os.cpu_count() or 1)
     case = case_of(arguments)
-    contender = CONTENDERS[arguments.only](case)
     cuda = case.device == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    contender.step()
-    if cuda:
-        torch.cuda.synchronize()
-    first = time.perf_counter() - start
+    with preparing(arguments.turns):
+        contender = CONTENDERS[arguments.only](case)
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        contender.step()
+        if cuda:
+            torch.cuda.synchronize()
+        first = time.perf_counter() - start
     with turn(arguments.turns):
         contender.step()
         times = (on_device if cuda else on_cpu)(contender.step, arguments.seconds)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from cases import Work, paper
 from torch import Tensor
-from turns import add_turns, turn
+from turns import add_turns, preparing, turn
 
 from straightdp.dpsgd.clipping import ClippingEngine, clip_factor, gradient_norms
 from straightdp.dpsgd.factors import Factor, Outer
@@ -59,13 +59,13 @@ def main() -> int:
     add_turns(parser)
     arguments = parser.parse_args()
     case = replace(paper(), device=arguments.device, records=BATCH, micro_batch=BATCH, clip=arguments.clip)
-    work = Work(case)
-    engine = ClippingEngine(work.net, work.losses, case.clip)
-    compiled = ClippingEngine(work.net, work.losses, case.clip, compile=arguments.device == "cuda")
-    for one in (engine, compiled):
-        one.preflight(tuple(x[:2] for x in work.batch))
-    mask = torch.ones(BATCH, device=work.device)
-    compiled(work.batch, mask)
+    with preparing(arguments.turns):
+        work = Work(case)
+        engine = ClippingEngine(work.net, work.losses, case.clip)
+        compiled = ClippingEngine(work.net, work.losses, case.clip, compile=arguments.device == "cuda")
+        for one in (engine, compiled):
+            one.preflight(tuple(x[:2] for x in work.batch))
+        compiled(work.batch, torch.ones(BATCH, device=work.device))
     with turn(arguments.turns):
         rows = measure(work, engine, compiled, arguments.records)
     worst = max(max(row["largest"], row["largest_as_added"]) for row in rows)

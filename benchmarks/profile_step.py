@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from cases import Case, Work, paper
 from torch.profiler import ProfilerActivity, profile
-from turns import add_turns, turn
+from turns import add_turns, preparing, turn
 
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.factors import Outer
@@ -90,14 +90,15 @@ def main() -> int:
     add_turns(parser)
     arguments = parser.parse_args()
     case = replace(paper(), device="cuda", records=arguments.records, micro_batch=arguments.records)
-    work = Work(case)
-    engine = ClippingEngine(work.net, work.losses, case.clip, compile=True)
-    engine.preflight(tuple(x[:2] for x in work.batch))
-    mask = torch.ones(case.records, device="cuda")
-    plain = Compiled(lambda *b: torch.autograd.grad(work.losses(*b).mean(), work.parameters), enabled=True)
-    steps = {"non-private": lambda: plain(*work.batch), "DP": lambda: engine(work.batch, mask)}
-    for step in steps.values():
-        step()
+    with preparing(arguments.turns):
+        work = Work(case)
+        engine = ClippingEngine(work.net, work.losses, case.clip, compile=True)
+        engine.preflight(tuple(x[:2] for x in work.batch))
+        mask = torch.ones(case.records, device="cuda")
+        plain = Compiled(lambda *b: torch.autograd.grad(work.losses(*b).mean(), work.parameters), enabled=True)
+        steps = {"non-private": lambda: plain(*work.batch), "DP": lambda: engine(work.batch, mask)}
+        for step in steps.values():
+            step()
     few = tuple(x[:2] for x in work.batch)
     factors = list(ClippingEngine(work.net, work.losses, 1.0)._backward(few, mask[:2])[1].values())
     result: dict = {"what": __doc__.splitlines()[0], "device": torch.cuda.get_device_name(), "records": case.records}

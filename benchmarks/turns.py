@@ -15,11 +15,24 @@ def add_turns(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
+def preparing(file: Path | None):
+    """Holds off every measurement under the same file."""
+    with _locked(file, fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
 def turn(file: Path | None):
-    """Waits until no other process measures under the same file."""
+    """Waits until nobody prepares or measures under the same file."""
+    with _locked(file, fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def _locked(file: Path | None, kind: int):
     if file is None:
         yield
         return
     with open(file, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, kind)
         yield

@@ -271,6 +271,17 @@ def test_cancelling_tokens_do_not_slip_past_the_clip():
     assert float(contributions(engine, (x, weight)).max()) <= 1.0
 
 
+@pytest.mark.parametrize(("a", "g"), [(2e18, 2.5e-23), (2.5e-23, 2e18), (1e15, 1e-22), (1e-30, 1e18)])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_values_whose_squares_vanish_do_not_slip_past_the_clip(a, g, tokens):
+    """|g|^2 is zero in float32, but |a||g| is not small: a record may be large where its gradient is tiny."""
+    net, clip = nn.Linear(8, 64, bias=False), 1e-8
+    engine = ClippingEngine(net, lambda x, w: (net(x) * w).sum(dim=(1, 2)), clip)
+    engine.preflight((torch.randn(3, tokens, 8), torch.randn(3, tokens, 64)))
+    batch = torch.full((2, tokens, 8), a), torch.full((2, tokens, 64), g)
+    assert float(contributions(engine, batch).max()) <= clip
+
+
 def test_the_sum_of_one_record_is_not_longer_than_the_clip_as_it_stands():
     """No recomputation: the vector that the engine returns for a batch of which one record is real."""
     net = random_net(3)
@@ -327,6 +338,27 @@ def test_a_record_with_factor_zero_adds_exactly_zero_whatever_its_values(factor)
             x[len(x) // 3 : 2 * len(x) // 3] = float("nan")
     for mine, theirs in zip(factor.weighted(weights), before, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_covers_the_rounding_of_sums_that_cancel(seed):
+    """Tokens that cancel to nothing but rounding, in weight and bias together, and in the bias alone (a = 0)."""
+    torch.manual_seed(seed)
+    g = torch.randn(3, 60, 7) * 1e3
+    g[:, 30:] = -g[:, :30].flip(1) * (1 + 1e-7)
+    a = torch.randn(3, 60, 5)
+    a[:, 30:] = a[:, :30].flip(1)
+    ids = torch.randint(0, 4, (3, 30))
+    same = torch.cat([ids, ids.flip(1)], dim=1)
+    cases = [Outer(a, g, True), Outer(a[:, :, :1], g, False), Outer(0 * a, g, True), Scatter(same, g, 4)]
+    for factor in cases:
+        squared, error = factor.norms()
+        assert bool((error > 0).all())
+        exact = gradients(factor).square().sum(dim=1)
+        assert bool(((squared.double() - exact).abs() <= error.double()).all())
+    whole = summed(g, 3, (7,))
+    squared, error = whole.norms()
+    assert bool(((squared.double() - g.double().sum(dim=1).square().sum(dim=1)).abs() <= error.double()).all())
 
 
 def test_both_norm_formulas_agree():

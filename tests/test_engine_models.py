@@ -409,6 +409,14 @@ def test_a_batch_norm_without_parameters_is_refused_because_it_mixes_records(tra
     assert "group normalisation" in message
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-3])
+def test_records_that_mix_a_little_are_refused_too(size):
+    """The mean of the batch at the input: every record's gradient moves with every other record."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    message = refusal(net, torch.randn(N, 6), losses=lambda x: net(x + size * x.mean(dim=0)).square().sum(dim=1))
+    assert "records" in message or "one record" in message
+
+
 def test_a_batch_norm_over_single_values_is_refused_in_words_too():
     """torch itself refuses to normalise one row; what comes out is still our own sentence."""
     assert "normalisation" in refusal(between(nn.BatchNorm1d(8, affine=False)), torch.randn(N, 6))

@@ -106,7 +106,7 @@ def finished(tiny_data, tmp_path_factory):
     process = subprocess.Popen(
         command("run", recipe, "--out", folder / "run", *options), env=ENVIRONMENT, stderr=subprocess.DEVNULL
     )
-    while process.poll() is None and not (folder / "run/private/diagnostics.jsonl").exists():
+    while process.poll() is None and not (folder / "run/private/checkpoints/dpsgd.pt").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()

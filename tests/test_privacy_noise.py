@@ -134,10 +134,53 @@ def test_noise_is_never_used_again_for_another_scale_context_or_kind_of_key(tmp_
         same.integer_gaussian("gone", 100.0, 20, drawn_before=True)
 
 
+def placed(tmp_path, places, step: int = 0, stream: str = "d"):
+    return pinned(tmp_path).draws(stream, step, np.asarray(places), CPU)
+
+
 def test_secret_draws_are_uniform_and_normal(tmp_path):
-    draws = pinned(tmp_path).draws("d", 0, 0, CPU)
-    assert stats.kstest(draws.uniform(5000).numpy(), "uniform").pvalue > 1e-4
-    assert accepts_only(draws.normal((50, 100)).flatten().numpy(), 1.0)
-    assert not torch.equal(
-        pinned(tmp_path).draws("d", 0, 1, CPU).uniform(5), pinned(tmp_path).draws("d", 0, 0, CPU).uniform(5)
-    )
+    """Over several blocks of places, and for a second call as for the first."""
+    draws = placed(tmp_path, np.arange(700))
+    for uniform in (draws.uniform((700, 8)), draws.uniform((700,))):
+        assert stats.kstest(uniform.flatten().numpy(), "uniform").pvalue > 1e-4
+        assert float(uniform.min()) >= 0
+        assert float(uniform.max()) < 1
+    for normal in (draws.normal((700, 3, 5)), draws.normal((700, 3, 5))):
+        assert normal.shape == (700, 3, 5)
+        assert accepts_only(normal.flatten().numpy(), 1.0)
+
+
+def test_secret_draws_of_places_steps_streams_and_calls_are_unrelated(tmp_path):
+    """Two places of one block or of two, two calls of one shape, two steps, two streams."""
+    places = np.arange(600)
+    draws = placed(tmp_path, places)
+    first, second = draws.normal((600, 40)), draws.normal((600, 40))
+    others = [placed(tmp_path, places, 1).normal((600, 40)), placed(tmp_path, places, 0, "e").normal((600, 40))]
+    rows = torch.cat([first, second, *others])
+    assert len(torch.unique(rows, dim=0)) == 4 * 600
+    bound = 6 / math.sqrt(600 * 40)
+    for other in (second, *others, first.roll(1, dims=0), first.roll(256, dims=0)):
+        assert abs(float((first * other).mean())) < bound
+
+
+def test_a_places_draws_do_not_depend_on_which_others_are_asked_for(tmp_path):
+    """In any order, from any block, repeated or alone; so neither micro-batches nor processes change them."""
+
+    def three(places):
+        draws = placed(tmp_path, places)
+        n = len(places)
+        return draws.uniform((n, 2)), draws.normal((n, 3, 4)), draws.uniform((n, 2, 1))
+
+    everyone = three(np.arange(1000))
+    for places in ([0], [999], [5, 3, 5, 0, 0], [255, 256, 257], [900, 1, 512, 511], list(range(0, 1000, 7))):
+        for mine, whole in zip(three(places), everyone, strict=True):
+            assert torch.equal(mine, whole[places])
+
+
+def test_the_draws_of_a_place_repeat_in_another_session(tmp_path):
+    assert torch.equal(placed(tmp_path, [3, 700]).normal((2, 5)), placed(tmp_path, [3, 700]).normal((2, 5)))
+
+
+def test_draws_for_another_number_of_records_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="3 records"):
+        placed(tmp_path, [0, 1, 2]).uniform((4, 2))

@@ -2,6 +2,9 @@
 
 import ast
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from straightdp.privacy.mechanisms import RowSum
 from straightdp.privacy.noise import Noise
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import Certificate
+from straightdp.team import ALONE, Team
 
 ROOT = Path(straightdp.__file__).parent
 CPU = torch.device("cpu")
@@ -44,21 +48,24 @@ def make_vault(folder: Path, records: Records, n: int = 50, workload=WORKLOAD) -
     return Vault(records, ledger, noise, n=n, diagnostics=folder / "diagnostics.jsonl")
 
 
-def gradient(vault: Vault, step: int, clip: float = 0.3, micro_batch: int = 8) -> torch.Tensor:
+def small_engine(clip: float) -> ClippingEngine:
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
-    engine = ClippingEngine(nn.Sequential(net), clip)
+    engine = ClippingEngine(net, lambda z, xi: (net(z.flatten(1)) - xi).square().sum(dim=1), clip)
+    engine.preflight((torch.randn(2, 1, 2, 2), torch.randn(2, 3)))
+    return engine
+
+
+def gradient(
+    vault: Vault, step: int, clip: float = 0.3, micro_batch: int = 8, engine: ClippingEngine | None = None
+) -> torch.Tensor:
+    """A linear map that is to give each record's own secret draw."""
+    engine = engine or small_engine(clip)
 
     def clipped_sum(batch):
-        def losses():
-            out = engine.net(batch.z.flatten(1))
-            noise = batch.draws.normal((len(out), 3))
-            return (out - noise).square().sum(dim=1)
+        return engine((batch.z, batch.draws.normal((len(batch.z), 3))), batch.mask)
 
-        return engine.clipped_sum(losses, batch.mask)
-
-    parts = vault.noisy_gradient("steps", step, clipped_sum, clip=clip, micro_batch=micro_batch, device=CPU)
-    return torch.cat([p.flatten() for p in parts])
+    return vault.noisy_gradient("steps", step, clipped_sum, clip=clip, micro_batch=micro_batch, device=CPU)
 
 
 def test_a_neighbour_moves_the_noisy_gradient_by_at_most_the_clip(tmp_path):
@@ -85,7 +92,9 @@ def test_an_empty_set_gives_pure_noise(tmp_path):
     vault = make_vault(tmp_path, some_records(0))
     draw = torch.cat([gradient(vault, k) for k in range(STEPS)]) * 0.4 * 50 / (1.5 * 0.3)
     assert abs(float(draw.std()) - 1) < 0.15
-    assert json.loads((tmp_path / "diagnostics.jsonl").read_text().splitlines()[0])["batch"] == 0
+    written = diagnostics(tmp_path)
+    assert [entry["step"] for entry in written] == list(range(STEPS))
+    assert all(entry["batch"] == 0 for entry in written)
 
 
 def test_the_sum_is_divided_by_the_expected_batch_of_the_declared_n(tmp_path):
@@ -95,22 +104,169 @@ def test_the_sum_is_divided_by_the_expected_batch_of_the_declared_n(tmp_path):
         torch.testing.assert_close(gradient(a, step), 2 * gradient(b, step), rtol=1e-6, atol=0)
 
 
-def test_the_micro_batch_size_does_not_change_the_sum_beyond_its_draws(tmp_path):
-    """With one draw-free loss the split into micro-batches is invisible."""
-
-    def plain(vault, micro_batch):
-        def clipped_sum(batch):
-            torch.manual_seed(1)
-            engine = ClippingEngine(nn.Sequential(nn.Linear(4, 2)), 0.5)
-            return engine.clipped_sum(lambda: engine.net(batch.z.flatten(1)).square().sum(dim=1), batch.mask)
-
-        return vault.noisy_gradient("steps", 0, clipped_sum, clip=0.5, micro_batch=micro_batch, device=CPU)
-
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_the_micro_batch_size_changes_neither_the_sum_nor_its_draws(tmp_path, micro_batch):
+    """A record's draws hang on its place in the batch, so the split into micro-batches is invisible."""
     records = some_records(40)
-    one = plain(make_vault(tmp_path / "a", records), 64)
-    many = plain(make_vault(tmp_path / "b", records), 3)
-    for x, y in zip(one, many, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+    one = gradient(make_vault(tmp_path / "a", records), 0, micro_batch=64)
+    many = gradient(make_vault(tmp_path / "b", records), 0, micro_batch=micro_batch)
+    torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-7)
+
+
+def diagnostics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "diagnostics.jsonl").read_text().splitlines()]
+
+
+def test_diagnostics_wait_for_fifty_steps_or_the_last_one(tmp_path):
+    """And tell of every step then: how many records it had, and their norms."""
+    workload = (Declaration("steps", "", "poisson_gaussian", 1.0, 1.5, 0.4, 53),)
+    vault, sizes = make_vault(tmp_path, some_records(20), workload=workload), []
+    engine = small_engine(0.3)
+
+    def clipped_sum(batch):
+        sizes[-1] += int(batch.mask.sum())
+        return engine((batch.z, batch.draws.normal((len(batch.z), 3))), batch.mask)
+
+    for step in range(53):
+        sizes.append(0)
+        vault.noisy_gradient("steps", step, clipped_sum, clip=0.3, micro_batch=8, device=CPU)
+        lines = len(diagnostics(tmp_path)) if (tmp_path / "diagnostics.jsonl").exists() else 0
+        assert lines == (53 if step == 52 else 50 if step >= 49 else 0)
+    written = diagnostics(tmp_path)
+    assert [entry["batch"] for entry in written] == sizes
+    assert all(0 <= entry["clip_fraction"] <= 1 and entry["q10"] <= entry["q50"] <= entry["q90"] for entry in written)
+
+
+class Together:
+    """What two processes share: each waits for the other at every exchange, and the leader's values are everyone's."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size)
+        self.values: dict[int, object] = {}
+
+    def exchange(self, rank: int, value: object) -> dict[int, object]:
+        self.values[rank] = value
+        self.barrier.wait()
+        found = dict(self.values)
+        self.barrier.wait()
+        return found
+
+
+@dataclass(frozen=True)
+class ThreadTeam(Team):
+    """A team whose members are threads. Its `summed` spoils the followers' shares, as `reduce` may."""
+
+    together: Together | None = None
+
+    def told(self, value=None):
+        return self.together.exchange(self.rank, value)[0]
+
+    def gathered(self, value):
+        found = self.together.exchange(self.rank, value)
+        return [found[k] for k in range(self.size)] if self.leads else []
+
+    def summed(self, x):
+        found = self.together.exchange(self.rank, x.clone())
+        return sum(found[k] for k in range(self.size)) if self.leads else torch.full_like(x, float("nan"))
+
+    def from_leader(self, x):
+        return self.together.exchange(self.rank, x)[0].clone()
+
+
+def as_team(size: int, run) -> list:
+    """`run(team)` in `size` threads; what each returned, by rank. An error in one is raised here."""
+    together = Together(size)
+
+    def member(rank: int):
+        try:
+            return run(ThreadTeam(rank, size, together))
+        except BaseException:
+            together.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(member, rank) for rank in range(size)]
+    errors = [future.exception() for future in futures]
+    for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_team_gives_everyone_the_gradient_of_one_process_alone(tmp_path, size):
+    """Every record once, the noise once, divided once; and the diagnostics tell of all shares."""
+    records, clip = some_records(40), 0.3
+    engines = [small_engine(clip) for _ in range(size + 1)]
+    alone = make_vault(tmp_path / "alone", records)
+    expected = [gradient(alone, k, engine=engines[size], micro_batch=4) for k in range(STEPS)]
+    make_vault(tmp_path / "team", records)
+
+    def run(team):
+        vault = open_vault(tmp_path / "team", records, team)
+        return [gradient(vault, k, engine=engines[team.rank], micro_batch=4) for k in range(STEPS)]
+
+    for found in as_team(size, run):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    told, alone_told = diagnostics(tmp_path / "team"), diagnostics(tmp_path / "alone")
+    assert [entry["batch"] for entry in told] == [entry["batch"] for entry in alone_told]
+    for mine, theirs in zip(told, alone_told, strict=True):
+        assert mine["clip_fraction"] == pytest.approx(theirs["clip_fraction"])
+        assert mine["q50"] == pytest.approx(theirs["q50"], rel=1e-5)
+
+
+def open_vault(folder: Path, records: Records, team: Team = ALONE) -> Vault:
+    """On a transcript that is declared already."""
+    ledger = Ledger(folder / "t.jsonl", reads=not team.leads)
+    noise = Noise(b"k" * 32, pinned=True, folder=folder / "noise")
+    return Vault(records, ledger, noise, n=50, diagnostics=folder / "diagnostics.jsonl", team=team)
+
+
+def executed(folder: Path) -> list[int]:
+    entries = [json.loads(line) for line in (folder / "t.jsonl").read_text().splitlines()]
+    return [entry["step"] for entry in entries if entry["kind"] == "execute"]
+
+
+def test_only_the_leader_of_a_team_spends_and_before_anyone_reads(tmp_path):
+    """Each step is entered once; and whoever computes on records finds the entry on disk."""
+    records, engines, found = some_records(40), [small_engine(0.3) for _ in range(2)], []
+    make_vault(tmp_path, records)
+
+    def run(team):
+        vault = open_vault(tmp_path, records, team)
+
+        def clipped_sum(batch):
+            found.append((team.rank, executed(tmp_path)[-1] if executed(tmp_path) else None))
+            return engines[team.rank]((batch.z, batch.draws.normal((len(batch.z), 3))), batch.mask)
+
+        for step in range(5):
+            vault.noisy_gradient("steps", step, clipped_sum, clip=0.3, micro_batch=64, device=CPU)
+
+    as_team(2, run)
+    assert executed(tmp_path) == [0, 1, 2, 3, 4]
+    for rank in range(2):
+        assert [step for who, step in found if who == rank] == [0, 1, 2, 3, 4]
+
+
+def test_a_follower_that_tries_to_spend_is_refused(tmp_path):
+    make_vault(tmp_path, some_records(4))
+    with pytest.raises(BudgetRefused, match="leading process"):
+        Ledger(tmp_path / "t.jsonl", reads=True).spend("steps", 0)
+    assert executed(tmp_path) == []
+
+
+def test_a_leader_that_may_not_spend_takes_the_team_down_before_a_record_is_read(tmp_path):
+    """A step beyond the declared ones: the leader is refused, and its follower never gets past it."""
+    records, touched = some_records(10), []
+    make_vault(tmp_path, records)
+
+    def run(team):
+        vault = open_vault(tmp_path, records, team)
+        vault.noisy_gradient("steps", STEPS, touched.append, clip=0.3, micro_batch=8, device=CPU)
+
+    with pytest.raises(BudgetRefused, match="beyond"):
+        as_team(2, run)
+    assert not touched
 
 
 def test_the_entry_is_on_disk_before_a_record_is_read(tmp_path):
@@ -181,13 +337,15 @@ def test_noise_is_tied_to_the_sum_it_hides_in_every_session(tmp_path):
 
 def test_noise_for_another_clip_than_the_engines_is_refused(tmp_path):
     vault = make_vault(tmp_path, some_records(10))
-    engine = ClippingEngine(nn.Sequential(nn.Linear(4, 2)), 1.0)
+    engine, seen = small_engine(1.0), []
 
     def clipped_sum(batch):
-        return engine.clipped_sum(lambda: engine.net(batch.z.flatten(1)).square().sum(dim=1), batch.mask)
+        seen.append(batch)
+        return engine((batch.z, torch.zeros(len(batch.z), 3)), batch.mask)
 
     with pytest.raises(BudgetRefused, match="clipped to 1"):
         vault.noisy_gradient("steps", 0, clipped_sum, clip=1e-6, micro_batch=8, device=CPU)
+    assert len(seen) == 1
 
 
 CALLERS = {
@@ -246,5 +404,5 @@ def test_the_private_data_source_is_opened_only_from_the_privacy_room(monkeypatc
     monkeypatch.setattr(reader, "load", watched)
     monkeypatch.setattr(pipeline, "load_records", watched)
     tree = {"private": {"data": "digits:train", "holdout": "digits:test"}, "public": {"data": "letters"}}
-    pipeline.gather(parse(tree | {"image": {"size": 8}}), RunFolder(tmp_path / "none"))
+    pipeline.gather(parse(tree | {"image": {"size": 8}}), RunFolder(tmp_path / "none"), CPU)
     assert set(callers) == {"straightdp.privacy.reader"}

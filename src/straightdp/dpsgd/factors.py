@@ -1,7 +1,8 @@
 """What a backward pass leaves of each parameter's per-record gradient, and two questions to it: how long, and how much.
 
 Every kind answers `norms()`, per record the gradient's squared norm and a bound on that value's own rounding error, and
-`weighted(factor)`, the sum over records of factor times gradient. Only what is no larger than an activation is kept:
+`weighted(factor)`, the sum over records of factor times gradient; for checks, `sizes()` says how large the terms were
+that cancel in it. Only what is no larger than an activation is kept:
 the gradient of a matrix stays the pair (a, g) that it is the product of.
 
 A record whose factor is zero adds exactly zero, whatever its values are.
@@ -17,6 +18,7 @@ from torch import Tensor
 from straightdp.dpsgd import kernels
 
 EPS = 2.0**-24  # unit rounding of float32
+TINY = 2.0**-126  # its smallest normal value: a square below may vanish
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ class Outer:
             weight, bias = self._plain(a, g, aa, gg), g.sum(dim=1).square().sum(dim=-1)
             unit = EPS
         terms = tokens + max(d, p) + 16 if self.ghost or tokens == 1 else tokens + 16
-        # k-term products are off by k units times (sum_t |a_t||g_t|)^2, at most |a|^2 |g|^2 by Cauchy-Schwarz.
-        squared, error = weight, 2 * terms * unit * aa * gg
+        # k-term products are off by k units times (sum_t |a_t||g_t|)^2, at most |a|^2 |g|^2 by Cauchy-Schwarz;
+        # squares may have vanished from the one while the other is large.
+        squared, error = weight, 2 * terms * unit * aa * gg + tokens * TINY * (p * aa + d * gg)
         if self.bias:
             squared, error = squared + bias, error + 2 * (tokens + max(d, p) + 16) * unit * tokens * gg
         if self.groups > 1:
@@ -94,6 +97,12 @@ class Outer:
             bias = by_group[0].sum(dim=1).flatten()
         return (weight, bias) if self.bias else (weight,)
 
+    def sizes(self) -> tuple[Tensor, ...]:
+        """Per record, for weight and bias, a bound on the sum of the terms' norms."""
+        aa, gg = (x.float().square().sum(dim=(1, 2)).reshape(-1, self.groups).sum(dim=1) for x in (self.a, self.g))
+        sizes = (aa * gg).sqrt(), (self.a.shape[1] * gg).sqrt()
+        return sizes if self.bias else sizes[:1]
+
     def joined(self, other: Outer) -> Outer:
         """The same parameters used again in one pass: their tokens side by side."""
         return Outer(torch.cat([self.a, other.a], dim=1), torch.cat([self.g, other.g], dim=1), self.bias, self.groups)
@@ -120,6 +129,9 @@ class Scatter:
         table = g.new_zeros(self.rows, g.shape[-1])
         return (table.index_add(0, self.ids.clamp_min(0).flatten(), g.flatten(0, 1)),)
 
+    def sizes(self) -> tuple[Tensor, ...]:
+        return ((self.g.shape[1] * self.g.float().square().sum(dim=(1, 2))).sqrt(),)
+
     def joined(self, other: Scatter) -> Scatter:
         return Scatter(torch.cat([self.ids, other.ids], dim=1), torch.cat([self.g, other.g], dim=1), self.rows)
 
@@ -137,12 +149,15 @@ class Whole:
     terms: int
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        squared = self.value.flatten(1).square().sum(dim=1)
+        squared = self.value.reshape(len(self.value), -1).square().sum(dim=1)
         return squared, 2 * (self.terms + self.value[0].numel() + 16) * EPS * (self.size + squared)
 
     def weighted(self, factor: Tensor) -> tuple[Tensor, ...]:
         factor = factor.reshape(-1, *[1] * (self.value.dim() - 1))
         return ((torch.where(factor > 0, self.value, 0.0) * factor).sum(dim=0),)
+
+    def sizes(self) -> tuple[Tensor, ...]:
+        return (self.size.sqrt(),)
 
     def joined(self, other: Whole) -> Whole:
         return Whole(self.value + other.value, 2 * (self.size + other.size), self.terms + other.terms)

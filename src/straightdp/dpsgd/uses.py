@@ -51,8 +51,8 @@ class Uses(TorchFunctionMode):
         if handler is None:
             raise BadInput(
                 f"parameter {names[0]} goes into {resolve_name(func) or func}, which cannot be split into records: "
-                "freeze it (requires_grad_(False)), or write the layer with Linear, Conv, Embedding, LayerNorm, "
-                "GroupNorm or RMSNorm"
+                "freeze it (requires_grad_(False)); or write the layer with Linear, Conv, Embedding, LayerNorm, "
+                f"GroupNorm or RMSNorm; or, if it is a bare parameter, {LEADING}"
             )
         return handler(self, func, *args, **kwargs)
 
@@ -221,20 +221,20 @@ def _second(x: Tensor, _parameter: Tensor) -> Tensor:
     return x.transpose(1, -1)
 
 
-def _elementwise(uses: Uses, func, left, right, **kwargs) -> Tensor:
+def _elementwise(uses: Uses, func, input, other, **kwargs) -> Tensor:
     """A bare parameter broadcast over a batch: one copy a row, so that each row has a gradient of its own."""
-    first = uses.name(left)
-    parameter, other = (left, right) if first else (right, left)
-    name = first or uses.name(right)
+    first = uses.name(input)
+    parameter, partner = (input, other) if first else (other, input)
+    name = first or uses.name(other)
     assert name is not None
-    if not isinstance(other, Tensor) or uses.name(other) or other.dim() < max(1, parameter.dim()):
+    if not isinstance(partner, Tensor) or uses.name(partner) or partner.dim() < max(1, parameter.dim()):
         raise BadInput(f"bare parameter {name} does not meet a batch where it is used: {LEADING}")
-    missing = other.dim() - parameter.dim()
+    missing = partner.dim() - parameter.dim()
     if not missing and parameter.shape[0] != 1:
         raise BadInput(f"bare parameter {name} has no batch dimension where it is used: {LEADING}")
     copy = parameter.detach().reshape(*[1] * missing, *parameter.shape)
-    copy = _copies(uses, name, copy, other.shape[0], tuple(parameter.shape))
-    return func(copy, other, **kwargs) if first else func(other, copy, **kwargs)
+    copy = _copies(uses, name, copy, partner.shape[0], tuple(parameter.shape))
+    return func(copy, partner, **kwargs) if first else func(partner, copy, **kwargs)
 
 
 def _expand(uses: Uses, func, parameter, *sizes, **kwargs) -> Tensor:
@@ -270,5 +270,7 @@ HANDLERS: dict[Callable, Callable] = {
     F.group_norm: _affine(_group_norm, _second),
     T.expand: _expand,
 }
-HANDLERS |= dict.fromkeys((T.add, T.sub, T.mul, T.div, torch.add, torch.sub, torch.mul, torch.div), _elementwise)
+HANDLERS |= dict.fromkeys(
+    (T.add, T.sub, T.mul, T.div, torch.add, torch.sub, torch.mul, torch.div, torch.true_divide), _elementwise
+)
 HANDLERS |= dict.fromkeys((T.__radd__, T.__rsub__, T.__rmul__, T.__rdiv__, torch.rsub), _elementwise)

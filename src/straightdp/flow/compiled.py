@@ -35,19 +35,20 @@ class Compiled:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         traced = make_fx(self._function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-        compiled = torch.compile(traced, fullgraph=True, dynamic=False)
 
         def run(*tensors: Tensor) -> Any:
             with torch.no_grad():
                 return compiled(*tensors)
 
         try:
+            compiled = torch.compile(traced, fullgraph=True, dynamic=False)
             if inputs[0].is_cuda:
                 return _replayed(run, inputs)
             run(*inputs)
             return run
         except Exception as error:  # no compiler on this machine, or one that cannot do this network
-            warnings.warn(f"not compiled, so slower: {str(error).strip().splitlines()[0]}", stacklevel=2)
+            why = " ".join(str(error).split())[:300] or repr(error)
+            warnings.warn(f"not compiled, so slower: {why}", stacklevel=2)
             return self._function
 
 

@@ -1,0 +1,200 @@
+"""A compiled step gives the values of the plain one, follows the weights, and steps aside where it cannot compile."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from straightdp.dpsgd.clipping import ClippingEngine
+from straightdp.errors import BadInput
+from straightdp.flow.compiled import Compiled
+
+needs_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("g++", "c++", "clang++")), reason="no C++ compiler was found"
+)
+
+
+class Small(nn.Module):
+    """A few of each: linear map, embedding, norm, bare parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.norm = nn.LayerNorm(6)
+        self.gain = nn.Parameter(torch.rand(1, 1, 6))
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.norm(x + self.embed(y)[:, None]) * self.gain))
+
+
+def batch_of(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 4, 6, generator=generator), torch.randint(0, 5, (n,), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[ClippingEngine, ClippingEngine]:
+    """(plain, compiled) over the same net."""
+    torch.manual_seed(0)
+    net = Small()
+
+    def losses(x, y):
+        return net(x, y).square().sum(dim=(1, 2))
+
+    pair = ClippingEngine(net, losses, 0.5), ClippingEngine(net, losses, 0.5, compile=True)
+    for engine in pair:
+        engine.preflight(batch_of(3))
+    return pair
+
+
+def assert_same(engines, batch, mask) -> Tensor:
+    plain, compiled = (engine(batch, mask) for engine in engines)
+    assert compiled.clip == plain.clip
+    torch.testing.assert_close(compiled.norms, plain.norms, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled.total, plain.total, rtol=1e-6, atol=1e-6 * float(plain.total.abs().max()))
+    return plain.total.clone()
+
+
+@needs_compiler
+def test_a_compiled_engine_equals_the_plain_one_and_follows_its_weights(engines):
+    """Also for other records and masks of the same shapes, for other weights, and for other shapes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "not compiled")  # else the plain step would be compared with itself
+        first = assert_same(engines, batch_of(4), torch.ones(4))
+        other = assert_same(engines, batch_of(4, seed=1), torch.tensor([1.0, 0, 1, 1]))
+        assert not torch.allclose(first, other)
+        with torch.no_grad():
+            for p in engines[0].parameters():
+                p.mul_(1.5).add_(0.1)
+        moved = assert_same(engines, batch_of(4), torch.ones(4))
+        assert not torch.allclose(first, moved, rtol=1e-2)
+        assert len(engines[1]._step._ready) == 1
+        assert_same(engines, batch_of(6), torch.ones(6))
+        assert len(engines[1]._step._ready) == 2
+
+
+@needs_compiler
+def test_a_spoilt_record_harms_no_other_when_compiled(engines):
+    x, y = batch_of(4, seed=2)
+    x[1, 0, 0] = float("nan")
+    plain, compiled = (engine((x, y), torch.ones(4)) for engine in engines)
+    assert torch.isfinite(compiled.total).all()
+    torch.testing.assert_close(compiled.total, plain.total, rtol=1e-6, atol=1e-6)
+    without = engines[1]((x, y), torch.tensor([1.0, 0, 1, 1])).total
+    torch.testing.assert_close(without, plain.total, rtol=1e-6, atol=1e-6)
+
+
+@needs_compiler
+def test_an_empty_batch_sums_to_exactly_zero_when_compiled(engines):
+    assert bool((engines[1](batch_of(4), torch.zeros(4)).total == 0).all())
+
+
+def test_what_is_refused_is_refused_when_compiled_too():
+    """Preflight sees one shape; the traced step for another shape makes the same checks."""
+    net = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3)})
+
+    def losses(x):
+        return (net["a"](x) + (net["b"](x) if len(x) == 3 else 0)).square().sum(dim=1)
+
+    engine = ClippingEngine(net, losses, 1.0, compile=True)
+    engine._checked = True
+    with pytest.raises(BadInput, match=r"b\.weight"):
+        engine((torch.randn(4, 6),), torch.ones(4))
+
+
+@pytest.fixture
+def interpreted(monkeypatch) -> list:
+    """torch.compile as it would be without a compiler to wait for: the traced graph itself. Lists what it was given."""
+    given = []
+
+    def compile(function, **options):
+        given.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    return given
+
+
+def test_each_set_of_shapes_and_types_is_traced_once(interpreted):
+    runs = []
+
+    def twice(x):
+        runs.append(x.shape)
+        return 2 * x
+
+    step = Compiled(twice, enabled=True)
+    for x in (torch.ones(3), torch.ones(4), torch.ones(3), torch.ones(3).double(), torch.ones(4), torch.ones(3, 1)):
+        torch.testing.assert_close(step(x), 2 * x, rtol=0, atol=0)
+    assert len(interpreted) == 4
+    assert runs == [(3,), (4,), (3,), (3, 1)]
+
+
+def test_the_traced_graph_reads_parameters_at_every_call(interpreted):
+    weight = nn.Parameter(torch.ones(3))
+
+    def gradient(x):
+        return torch.autograd.grad((weight.square() * x).sum(), [weight])[0]
+
+    step = Compiled(gradient, enabled=True)
+    x = torch.tensor([1.0, 2.0, 3.0])
+    torch.testing.assert_close(step(x), 2 * x)
+    with torch.no_grad():
+        weight.mul_(5)
+    torch.testing.assert_close(step(x), 10 * x)
+    assert len(interpreted) == 1
+
+
+def test_disabled_it_is_the_function_itself(monkeypatch):
+    def compile(*_, **__):
+        raise AssertionError("compiled although disabled")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    given = []
+
+    def function(*inputs):
+        given.append(inputs)
+        return "what the function returns"
+
+    x = torch.ones(3)
+    assert Compiled(function, enabled=False)(x, x) == "what the function returns"
+    assert given == [(x, x)]
+    assert given[0][0] is x
+
+
+@pytest.mark.parametrize("message", ["no compiler here\nand much more", ""])
+@pytest.mark.parametrize("when", ["at the first run", "at once"])
+def test_where_it_cannot_compile_the_function_itself_runs_with_a_warning(monkeypatch, when, message):
+    def fail(*_):
+        raise RuntimeError(message)
+
+    def compile(*_, **__):
+        return fail() if when == "at once" else fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    step = Compiled(lambda x: 2 * x, enabled=True)
+    with pytest.warns(UserWarning, match="not compiled, so slower") as caught:
+        assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))
+    assert "\n" not in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_an_engine_that_cannot_be_compiled_gives_the_plain_sum(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    torch.manual_seed(0)
+    net = Small()
+    sums = []
+    for compile in (False, True):
+        engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, compile=compile)
+        engine.preflight(batch_of(3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sums.append(engine(batch_of(4), torch.ones(4)).total)
+    assert torch.equal(sums[0], sums[1])
