@@ -99,16 +99,6 @@ def _ours(case: Case, *, compile: bool) -> Contender:
 
 
 def vmap_grad(case: Case) -> Contender:
-    return _vmap(case, half=False)
-
-
-def vmap_grad_bf16(case: Case) -> Contender:
-    if case.device == "cpu":
-        raise ValueError("vmap_grad_bf16 needs CUDA: on the CPU the losses are not autocast")
-    return _vmap(case, half=True)
-
-
-def _vmap(case: Case, *, half: bool) -> Contender:
     """Per-record gradients by `torch.func`, uncompiled, as the paper describes its own."""
     work = Work(case)
     values = {name: p.detach() for name, p in work.net.named_parameters()}
@@ -118,8 +108,7 @@ def _vmap(case: Case, *, half: bool) -> Contender:
             with ExitStack() as settings:
                 settings.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no batching rule,
                 settings.enter_context(mock.patch.object(F, "rms_norm", rms_norm))  # nor has this one's, backward
-                if not half:
-                    settings.enter_context(torch.autocast(work.device.type, enabled=False))
+                settings.enter_context(torch.autocast(work.device.type, enabled=False))
                 return functional_call(work.net, values, inputs)
 
         return record_losses(call)(*(x.unsqueeze(0) for x in record))[0]  # type: ignore[arg-type]
@@ -138,8 +127,7 @@ def _vmap(case: Case, *, half: bool) -> Contender:
                 total.add_(torch.einsum("n,n...->...", factor, g))
         work.update(work.noised(sums))
 
-    arithmetic = "bf16 autocast" if half else "float32"
-    return Contender(step, work.parameters, f"{arithmetic}, {size} records at once")
+    return Contender(step, work.parameters, f"float32, {size} records at once")
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -234,13 +222,7 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
         ours_eager,
         ours_compiled,
         vmap_grad,
-        vmap_grad_bf16,
         opacus_ghost,
         opacus_hooks,
     )
 }
-CUDA_ONLY = {"vmap_grad_bf16"}
-
-
-def available(device: str) -> list[str]:
-    return [name for name in CONTENDERS if device == "cuda" or name not in CUDA_ONLY]

@@ -41,9 +41,9 @@ def main() -> int:
     if arguments.only:
         print(json.dumps(measure(arguments)))
         return 0
-    from contenders import CONTENDERS, available
+    from contenders import CONTENDERS
 
-    names = arguments.contenders.split(",") if arguments.contenders else available(arguments.device)
+    names = arguments.contenders.split(",") if arguments.contenders else list(CONTENDERS)
     if unknown := [name for name in names if name not in CONTENDERS]:
         print(f"unknown contender {', '.join(unknown)}; known: {', '.join(CONTENDERS)}", file=sys.stderr)
         return 2
@@ -231,7 +231,9 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the checkout that this file is in, with `+` if tracked files differ from it; None without git."""
+    """Of the checkout that this file is in, with `+` if tracked files differ from it; STRAIGHTDP_COMMIT without git."""
+    if "STRAIGHTDP_COMMIT" in os.environ:
+        return os.environ["STRAIGHTDP_COMMIT"]
 
     def git(*words: str) -> str:
         command = ["git", "--no-optional-locks", *words]

@@ -23,7 +23,7 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 EPS = 2.0**-22  # of one accumulation step on the tensor cores, which align and cut off rather than round
-COLUMNS = 128  # of one program that sums over tokens
+COLUMNS = 256  # of one program that sums over tokens
 PROGRAMS = 512  # about as many as keep the largest GPUs busy
 
 
