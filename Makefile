@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test bench lint clean
 
 demo: $(VENV)/ready
 	rm -rf demo-run
@@ -13,9 +13,13 @@ demo: $(VENV)/ready
 test: $(VENV)/ready-dev lint
 	$(BIN)/python -m pytest
 
+bench: $(VENV)/ready-bench
+	$(BIN)/python benchmarks/check_contenders.py
+	$(BIN)/python benchmarks/dp_step.py --case demo --device cpu --seconds 15
+
 lint: $(VENV)/ready-dev
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/pyright --pythonpath $(BIN)/python src
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -25,6 +29,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 $(VENV)/ready-dev: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/ready-bench: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
 clean:

@@ -154,9 +154,9 @@ def contributions(engine, batch, mask=None) -> Tensor:
     seen = []
     collect = engine._collect
 
-    def watched(factors, factor):
+    def watched(factors, factor, **options):
         seen.append((list(factors.values()), factor.double()))
-        return collect(factors, factor)
+        return collect(factors, factor, **options)
 
     def summed_in_float64(values, n, shape):
         whole = summed(values, n, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from straightdp.privacy.intake import Intake
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import GRADIENTS
-from straightdp.progress import quiet, tracker
+from straightdp.progress import quiet, say, tracker
 from straightdp.recipe import Recipe
 from straightdp.team import ALONE, Team
 
@@ -181,7 +182,9 @@ def plan(inputs: Inputs, start: Path, out: Path) -> None:
     captions = ids[torch.randint(len(ids), (len(rows),), generator=generator, device=device)]
     net = inputs.load_net(start)
     engine = ClippingEngine(net, record_losses(net), clip=1.0)
-    engine.preflight(made_up(net, ids, null, section, t_min))
+    covered = engine.preflight(made_up(net, ids, null, section, t_min))
+    kinds = Counter(found.kind for found in covered)
+    say(f"plan: clipped exactly: {', '.join(f'{n} {kind}' for kind, n in kinds.items())} parameters, all that train")
     draws = TorchDraws(generator)
     batches = [
         draw(z, c, null, section, t_min, draws)

@@ -156,12 +156,13 @@ class ClippingEngine:
         _, factors = self._backward(batch, mask)
         norms, bound = gradient_norms(list(factors.values()))
         factor = clip_factor(bound, mask, self.clip)
-        return torch.cat([value.flatten() for value in self._collect(factors, factor)]), norms
+        finite = not self._step.enabled and bool(torch.isfinite(bound).all())  # a compiled step does not ask
+        return torch.cat([value.flatten() for value in self._collect(factors, factor, finite=finite)]), norms
 
-    def _collect(self, factors: dict[tuple[str, ...], Factor], factor: Tensor) -> list[Tensor]:
+    def _collect(self, factors: dict[tuple[str, ...], Factor], factor: Tensor, *, finite: bool = False) -> list[Tensor]:
         sums: dict[str, Tensor] = {}
         for names, value in factors.items():
-            sums.update(zip(names, value.weighted(factor), strict=True))
+            sums.update(zip(names, value.weighted(factor, finite=finite), strict=True))
         return [sums[name].reshape(p.shape) for name, p in self.trainable.items()]
 
     def _backward(self, batch: tuple[Tensor, ...], mask: Tensor) -> tuple[list[Use], dict[tuple[str, ...], Factor]]:

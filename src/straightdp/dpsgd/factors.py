@@ -5,7 +5,8 @@ Every kind answers `norms()`, per record the gradient's squared norm and a bound
 that cancel in it. Only what is no larger than an activation is kept:
 the gradient of a matrix stays the pair (a, g) that it is the product of.
 
-A record whose factor is zero adds exactly zero, whatever its values are.
+A record whose factor is zero adds exactly zero, whatever its values are; `finite` says that all values are finite, which
+saves looking.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Outer:
             bias, unit = sums.square().sum(dim=1), kernels.EPS
         else:
             a, g = self.a.float(), self.g.float()
-            aa, gg = a.square().sum(dim=(1, 2)), g.square().sum(dim=(1, 2))
-            weight, bias = self._plain(a, g, aa, gg), g.sum(dim=1).square().sum(dim=-1)
+            aa, gg = squared_length(a), squared_length(g)
+            weight, bias = self._plain(a, g, aa, gg), squared_length(g.sum(dim=1))
             unit = EPS
         terms = tokens + max(d, p) + 16 if self.ghost or tokens == 1 else tokens + 16
         # k-term products are off by k units times (sum_t |a_t||g_t|)^2, at most |a|^2 |g|^2 by Cauchy-Schwarz;
@@ -77,9 +78,9 @@ class Outer:
             return aa * gg
         if self.ghost:
             return ((a @ a.mT) * (g @ g.mT)).sum(dim=(1, 2))
-        return (g.mT @ a).square().sum(dim=(1, 2))
+        return squared_length(g.mT @ a)
 
-    def weighted(self, factor: Tensor) -> tuple[Tensor, ...]:
+    def weighted(self, factor: Tensor, *, finite: bool = False) -> tuple[Tensor, ...]:
         """(weight's sum as (groups * p, d), bias's sum if there is one)."""
         if self.fused:
             weight = kernels.weighted_outer(self.a, self.g, factor).sum(dim=0)
@@ -87,8 +88,10 @@ class Outer:
                 return (weight,)
             return weight, torch.where(factor[:, None] > 0, self._fused_norms()[3], 0.0).T @ factor
         factor = factor.repeat_interleave(self.groups)[:, None, None]
-        a = torch.where(factor > 0, self.a.float(), 0.0)
-        g = torch.where(factor > 0, self.g.float(), 0.0) * factor
+        a, g = self.a.float(), self.g.float()
+        if not finite:
+            a, g = torch.where(factor > 0, a, 0.0), torch.where(factor > 0, g, 0.0)
+        g = g * factor
         if self.groups == 1:
             weight, bias = g.flatten(0, 1).T @ a.flatten(0, 1), g.sum(dim=(0, 1))
         else:
@@ -123,7 +126,7 @@ class Scatter:
         terms = g.shape[1] + g.shape[2] + 16
         return squared, 2 * terms * EPS * g.shape[1] * g.square().sum(dim=(1, 2))
 
-    def weighted(self, factor: Tensor) -> tuple[Tensor, ...]:
+    def weighted(self, factor: Tensor, *, finite: bool = False) -> tuple[Tensor, ...]:
         factor = torch.where(self.ids >= 0, factor[:, None], 0.0)[..., None]
         g = torch.where(factor > 0, self.g.float(), 0.0) * factor
         table = g.new_zeros(self.rows, g.shape[-1])
@@ -152,7 +155,7 @@ class Whole:
         squared = self.value.reshape(len(self.value), -1).square().sum(dim=1)
         return squared, 2 * (self.terms + self.value[0].numel() + 16) * EPS * (self.size + squared)
 
-    def weighted(self, factor: Tensor) -> tuple[Tensor, ...]:
+    def weighted(self, factor: Tensor, *, finite: bool = False) -> tuple[Tensor, ...]:
         factor = factor.reshape(-1, *[1] * (self.value.dim() - 1))
         return ((torch.where(factor > 0, self.value, 0.0) * factor).sum(dim=0),)
 
@@ -164,6 +167,11 @@ class Whole:
 
 
 Factor = Outer | Scatter | Whole
+
+
+def squared_length(x: Tensor) -> Tensor:
+    """Squared norm per record, without a copy of the squares."""
+    return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).square()
 
 
 def summed(values: Tensor, n: int, shape: tuple[int, ...]) -> Whole:

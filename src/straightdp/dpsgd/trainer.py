@@ -52,20 +52,30 @@ def public_clip(engine: ClippingEngine, batches: list[tuple[Tensor, ...]], secti
     return section.clip * float(torch.cat(norms).quantile(section.clip_quantile))
 
 
-def micro_batch(section: DpSgd, n: int, size: int) -> int:
-    """Records a micro-batch for one of `size` processes: the recipe's, or one that holds nearly every Poisson batch.
+def micro_batch(section: DpSgd, n: int, size: int, rows: int) -> int:
+    """Records a micro-batch for one of `size` processes: the recipe's, or equal parts of at most `rows` draws.
 
-    A batch of mean m and deviation s rarely exceeds m + 2.5 s; one that does takes one more micro-batch.
+    The parts hold a batch of mean m and deviation s up to m + 2.5 s; a larger one, which is rare, takes one part more.
+    Which records share a part changes no draw and no noise, so this may hang on the machine.
     """
     mean = section.q * n / size
-    whole = math.ceil((mean + 2.5 * math.sqrt(mean * (1 - section.q))) / 8) * 8
+    whole = max(8, math.ceil((mean + 2.5 * math.sqrt(mean * (1 - section.q))) / 8) * 8)
     if section.micro_batch is not None:
-        return min(section.micro_batch, max(8, whole))
-    parts = math.ceil(whole * section.draws / DRAWS_AT_ONCE)
+        return min(section.micro_batch, whole)
+    parts = math.ceil(whole * section.draws / rows)
     return math.ceil(whole / parts / 8) * 8
 
 
-DRAWS_AT_ONCE = 8192  # rows of one forward pass on a GPU; beyond, nothing is gained
+def rows_at_once(net: MMDiT, device: torch.device) -> int:
+    """Draws in one forward pass: on a CPU what its caches like, on a GPU what its memory holds, while it helps."""
+    if device.type != "cuda":
+        return 512
+    tokens = math.prod(net.grid) + net.section.caption_length
+    row = ROW_BYTES * tokens * net.section.width * net.section.depth
+    return max(64, min(8192, int(0.6 * torch.cuda.mem_get_info(device)[0] / row)))
+
+
+ROW_BYTES = 80  # of a step's memory, for each token, channel and block of a draw; 62 were measured
 
 
 def train(
@@ -85,7 +95,7 @@ def train(
     """Spend the declared steps and leave the EMA weights in `net`. `captions` holds one row of ids a class."""
     engine = ClippingEngine(net, record_losses(net), clip, compile=compile)
     engine.preflight(made_up(net, captions, null, section, t_min))
-    size = micro_batch(section, vault.n, team.size)
+    size = micro_batch(section, vault.n, team.size, rows_at_once(net, captions.device))
 
     def clipped_sum(batch: MicroBatch) -> ClippedSum:
         return engine(draw(batch.z, captions[batch.y], null, section, t_min, batch.draws), batch.mask)

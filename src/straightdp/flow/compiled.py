@@ -20,11 +20,11 @@ class Compiled:
     """
 
     def __init__(self, function: Callable[..., Any], *, enabled: bool):
-        self._function, self._enabled = function, enabled
+        self._function, self.enabled = function, enabled
         self._ready: dict[tuple, Callable[..., Any]] = {}
 
     def __call__(self, *inputs: Tensor) -> Any:
-        if not self._enabled:
+        if not self.enabled:
             return self._function(*inputs)
         key = tuple((x.shape, x.dtype, x.device) for x in inputs)
         if key not in self._ready:
