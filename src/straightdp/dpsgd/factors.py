@@ -5,7 +5,7 @@ Every kind answers `norms()`, per record the gradient's squared norm and a bound
 that cancel in it. Only what is no larger than an activation is kept:
 the gradient of a matrix stays the pair (a, g) that it is the product of.
 
-A record whose factor is zero adds exactly zero, whatever its values are; `finite` says that all values are finite, which
+A record whose factor is zero adds exactly zero, whatever its values are; `finite` says that all are finite, which
 saves looking.
 """
 
