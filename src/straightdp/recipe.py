@@ -76,9 +76,18 @@ class Net(Section):
     caption_width: Count = 64
     caption_length: Count = 8
     vocabulary: Annotated[int, Field(ge=2)] = 256
+    B0: Rate | None = Field(default=None, description="radius that every token is kept within between blocks")
+    l0: Count | None = Field(default=None, description="captions flow into images in the last l0 blocks alone")
+    decoupled: bool = Field(default=False, description="own softmax for captions: a block is F(h) + G(h, e) exactly")
+    s: Rate | None = Field(default=None, description="cap on the spectral norm of the map that captions flow in by")
+    post_hoc: bool = Field(default=False, description="B0 and s from after pretraining on: the paper's ablation")
 
     @model_validator(mode="after")
     def _divides(self) -> Net:
+        if self.l0 is not None and self.l0 > self.depth:
+            raise ValueError(f"l0 = {self.l0} is more than the {self.depth} blocks")
+        if self.post_hoc and self.B0 is None and self.s is None:
+            raise ValueError("post_hoc needs B0 or s: there is nothing to impose afterwards")
         if self.width % self.heads or self.width % 4:
             raise ValueError(f"width {self.width} must be a multiple of 4 and of the {self.heads} heads")
         return self

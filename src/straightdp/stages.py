@@ -91,6 +91,7 @@ def pretrain(inputs: Inputs, out: Path) -> None:
     """Flow matching, equation (1), on public images under captions of their own."""
     section, device = inputs.recipe.pretrain, inputs.device
     net, z = inputs.new_net(), inputs.public_z
+    net.constrained = not inputs.recipe.net.post_hoc
     labels = torch.from_numpy(inputs.public.labels).to(device)
     ids = inputs.conditioning.tokenizer.encode(inputs.public_captions).to(device)
     null = inputs.conditioning.null(device)

@@ -3,6 +3,10 @@
 Every trainable parameter sits in a linear map (norms have no affine part, positions are fixed), so per-record
 gradient norms need no per-record gradients. The caption stream's last block feeds only keys and values, so no
 parameter is without a gradient.
+
+Its constraints (section 3.3) are off unless the recipe asks for them: tokens kept within B0 between blocks, captions
+flowing into images in the last l0 blocks alone, a softmax of their own (`decoupled`), and a cap s on the map they flow
+in by.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from straightdp.nets.captions import CaptionEncoder
+from straightdp.nets.constraints import cap, within
 from straightdp.recipe import Net
 
 
@@ -38,35 +43,49 @@ class Stream(nn.Module):
             self.mlp_in = nn.Linear(width, mlp_ratio * width)
             self.mlp_out = nn.Linear(mlp_ratio * width, width)
 
-    def project(self, x: Tensor, condition: Tensor) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    def project(self, x: Tensor, condition: Tensor, s: float | None = None) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """(queries unless keys_only, keys, values) and the modulation's parts; `s` caps the projection."""
         parts = self.modulation(condition).chunk(2 if self.keys_only else 6, dim=-1)
         qkv = self.qkv(modulate(x, parts[0], parts[1]))
+        if s is not None:
+            qkv = qkv * cap(self.qkv.weight, s).to(qkv.dtype)
         return list(qkv.chunk(2 if self.keys_only else 3, dim=-1)), parts
 
-    def update(self, x: Tensor, attended: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
-        x = x + parts[2].unsqueeze(1) * self.out(attended)
+    def update(self, x: Tensor, attended: Tensor, parts: tuple[Tensor, ...], inflow: Tensor | None = None) -> Tensor:
+        """The stream after attention and MLP. A separate `inflow` is added past the MLP: F(x) + G(x, inflow)."""
+        tokens = x.shape[1]
+        joined = self.out(attended if inflow is None else torch.cat([attended, inflow], dim=1)) * parts[2].unsqueeze(1)
+        x = x + joined[:, :tokens]
         hidden = F.gelu(self.mlp_in(modulate(x, parts[3], parts[4])), approximate="tanh")
-        return x + parts[5].unsqueeze(1) * self.mlp_out(hidden)
+        x = x + parts[5].unsqueeze(1) * self.mlp_out(hidden)
+        return x if inflow is None else x + joined[:, tokens:]
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, mlp_ratio: int, *, last: bool):
-        super().__init__()
-        self.heads = heads
-        self.image = Stream(width, mlp_ratio)
-        self.caption = Stream(width, mlp_ratio, keys_only=last)
+    """One block. `injects`: captions and images attend to each other; else each stream only to itself."""
 
-    def forward(self, h: Tensor, e: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(self, section: Net, *, injects: bool, last: bool):
+        super().__init__()
+        self.heads, self.injects, self.decoupled = section.heads, injects, section.decoupled
+        self.image = Stream(section.width, section.mlp_ratio)
+        self.caption = Stream(section.width, section.mlp_ratio, keys_only=last)
+
+    def forward(self, h: Tensor, e: Tensor, condition: Tensor, s: float | None = None) -> tuple[Tensor, Tensor]:
         (hq, hk, hv), h_parts = self.image.project(h, condition)
-        e_projected, e_parts = self.caption.project(e, condition)
-        queries = hq if self.caption.keys_only else torch.cat([hq, e_projected[0]], dim=1)
-        keys = torch.cat([hk, e_projected[-2]], dim=1)
-        values = torch.cat([hv, e_projected[-1]], dim=1)
-        attended = self._attend(queries, keys, values)
-        tokens = h.shape[1]
-        h = self.image.update(h, attended[:, :tokens], h_parts)
+        (*eq, ek, ev), e_parts = self.caption.project(e, condition, s if self.injects else None)
+        inflow: list[Tensor | None] = [None, None]
+        if self.injects and not self.decoupled:
+            keys, values = torch.cat([hk, ek], dim=1), torch.cat([hv, ev], dim=1)
+            attended = self._attend(torch.cat([hq, *eq], dim=1), keys, values)
+            attended_h, attended_e = attended[:, : h.shape[1]], attended[:, h.shape[1] :]
+        else:
+            attended_h = self._attend(hq, hk, hv)
+            attended_e = self._attend(eq[0], ek, ev) if eq else attended_h[:, :0]
+            if self.injects:
+                inflow = [self._attend(hq, ek, ev), self._attend(eq[0], hk, hv) if eq else None]
+        h = self.image.update(h, attended_h, h_parts, inflow[0])
         if not self.caption.keys_only:
-            e = self.caption.update(e, attended[:, tokens:], e_parts)
+            e = self.caption.update(e, attended_e, e_parts, inflow[1])
         return h, e
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,8 +112,14 @@ class MMDiT(nn.Module):
         self.time_in = nn.Linear(width, width)
         self.time_out = nn.Linear(width, width)
         self.blocks = nn.ModuleList(
-            Block(width, section.heads, section.mlp_ratio, last=k == section.depth - 1) for k in range(section.depth)
+            Block(
+                section,
+                injects=section.l0 is None or k >= section.depth - section.l0,
+                last=k == section.depth - 1,
+            )
+            for k in range(section.depth)
         )
+        self.constrained = True  # False while a net that is to be clamped post hoc pretrains
         self.final_modulation = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, values)
         for layer in (self.final_modulation, self.patch_out):
@@ -107,8 +132,11 @@ class MMDiT(nn.Module):
         e = self.caption_in(self.caption_encoder(captions))
         time = waves(t * 1000, self.section.width)
         condition = F.silu(self.time_out(F.silu(self.time_in(time))))
-        for block in self.blocks:
-            h, e = block(h, e, condition)
+        B0, s = (self.section.B0, self.section.s) if self.constrained else (None, None)
+        for k, block in enumerate(self.blocks):
+            if k:
+                h, e = within(h, B0), within(e, B0)
+            h, e = block(h, e, condition, s)
         shift, scale = self.final_modulation(condition).chunk(2, dim=-1)
         return self._from_patches(self.patch_out(modulate(h, shift, scale)))
 
