@@ -5,10 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from straightdp.data.demo import digits, letters
 from straightdp.data.sources import load
 from straightdp.errors import BadInput
+
+settings.register_profile("here", deadline=None)  # a busy machine is no failure
+settings.load_profile("here")
 
 TINY = """
 [run]

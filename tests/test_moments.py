@@ -14,12 +14,13 @@ from scipy.stats import multivariate_normal
 from torch import Tensor
 
 from straightdp.errors import BadInput
+from straightdp.flow.loss import squared_error
 from straightdp.flow.path import velocity_from_z
 from straightdp.flow.sampler import euler
 from straightdp.moments import statistics
 from straightdp.moments.basis import Basis, fit_basis
 from straightdp.moments.covariance import denoise_pooled, per_class, project_psd
-from straightdp.moments.distill import distill_loss
+from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import COVARIANCE, MEANS, TRACE, class_means, release_parts, run_release
 from straightdp.nets.mmdit import MMDiT
@@ -811,6 +812,12 @@ class AnalyticNet:
 
 def single(m: MomentModel) -> MomentModel:
     return MomentModel(m.mu.float(), m.V.float(), m.lam.float(), m.prior.float(), m.floor)
+
+
+def distill_loss(net, *batch):
+    """The loss that the distilling stage takes gradients of."""
+    x, t, ids, target = distill_batch(*batch)
+    return squared_error(net(x, t, ids), target).mean()
 
 
 @pytest.mark.parametrize(("replay", "p_uncond"), [(0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.5, 0.25)])

@@ -217,10 +217,10 @@ class Recipe(Section):
         return self
 
     def digest(self) -> str:
-        """Hash of all that decides the trained model; sampling and evaluation may change later."""
+        """Hash of all that decides the trained model; sampling, evaluation and what is only speed may change later."""
         tree = self.model_dump(mode="json", exclude={"sample", "evaluate"})
-        for name in ("title", "compile"):
-            tree["run"].pop(name)
+        for section, name in (("run", "title"), ("run", "compile"), ("dpsgd", "micro_batch")):
+            tree[section].pop(name)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
