@@ -180,6 +180,11 @@ OTHER: dict[str, dict[str, Any]] = {
         "caption_width": 8,
         "caption_length": 4,
         "vocabulary": 64,
+        "B0": 16.0,
+        "l0": 1,
+        "decoupled": True,
+        "s": 1.0,
+        "post_hoc": True,
     },
     "pretrain": {"steps": 1, "batch": 1, "lr": 1.0, "ema": 0.5, "p_uncond": 0.5},
     "release": {

@@ -86,8 +86,6 @@ class Net(Section):
     def _divides(self) -> Net:
         if self.l0 is not None and self.l0 > self.depth:
             raise ValueError(f"l0 = {self.l0} is more than the {self.depth} blocks")
-        if self.post_hoc and self.B0 is None and self.s is None:
-            raise ValueError("post_hoc needs B0 or s: there is nothing to impose afterwards")
         if self.width % self.heads or self.width % 4:
             raise ValueError(f"width {self.width} must be a multiple of 4 and of the {self.heads} heads")
         return self
