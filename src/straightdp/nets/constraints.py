@@ -11,7 +11,7 @@ def within(x: Tensor, B0: float | None) -> Tensor:
     if B0 is None:
         return x
     length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-    return x * (B0 / length.clamp_min(B0)).to(x.dtype)
+    return x * (B0 / length.clamp_min(1e-12)).clamp_max(1.0).to(x.dtype)
 
 
 def spectral_bound(weight: Tensor) -> Tensor:
