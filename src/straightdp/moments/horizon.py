@@ -1,0 +1,134 @@
+"""How far the moments reach: the horizon tau, from public data alone (section 3.1, appendix B).
+
+The moment field is compared with the exact field of the public records themselves, one kernel a record (the remark
+after Proposition 1). Both point the same way near the noise end; where the running mean of their cosine bends down is tau.
+A poor horizon wastes budget; it cannot leak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from straightdp.flow.path import interpolate, noise_like, velocity_from_z
+from straightdp.moments.field import MomentModel
+
+BANDWIDTH = 0.05  # h of the kernels: well below the distance between records
+CAP = 0.35  # the paper's
+
+
+@dataclass(frozen=True)
+class EmpiricalField:
+    """v* of the law that gives each record a kernel of width h: Proposition 1 with one component a record."""
+
+    z: Tensor  # (N, d)
+    h: float = BANDWIDTH
+
+    def posterior(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Each record's weight given x_t = x, (n, N), and E[z | x_t = x], (n, d). x is (n, d)."""
+        variance = ((1 - t).square() + (t * self.h).square())[:, None]
+        distance = x.square().sum(dim=1, keepdim=True) - 2 * t[:, None] * (x @ self.z.T)
+        distance = distance + t[:, None].square() * self.z.square().sum(dim=1)
+        weights = (-distance / (2 * variance)).softmax(dim=1)
+        centre = weights @ self.z
+        gain = t[:, None] * self.h**2 / variance
+        return weights, centre + gain * (x - t[:, None] * centre)
+
+    def velocity(self, x: Tensor, t: Tensor) -> Tensor:
+        return velocity_from_z(self.posterior(x, t)[1], x, t)
+
+    def lipschitz(self, x: Tensor, t: Tensor, iterations: int = 12) -> Tensor:
+        """An upper bound on ||dv*/dx|| at each x, (n,): dv*/dx = (dE[z | x]/dx - I) / (1 - t), by power iteration."""
+        weights, _ = self.posterior(x, t)
+        variance = ((1 - t).square() + (t * self.h).square())[:, None]
+        slope, own = (
+            t[:, None] * (1 - t[:, None] ** 2 * self.h**2 / variance) / variance,
+            t[:, None] * self.h**2 / variance,
+        )
+        centre = weights @ self.z
+
+        def spread(u: Tensor) -> Tensor:
+            """Cov(z | x) u over the records' centres."""
+            along = u @ self.z.T
+            return (weights * along) @ self.z - centre * (centre * u).sum(dim=1, keepdim=True)
+
+        u = torch.nn.functional.normalize(x - centre + 1e-3, dim=1)
+        for _ in range(iterations):
+            u = torch.nn.functional.normalize(spread(u) + 1e-12 * u, dim=1)
+        largest = (u * spread(u)).sum(dim=1)
+        most = slope[:, 0] * largest + own[:, 0] - 1  # dE[z|x]/dx has eigenvalues from `own` to `own + slope * largest`
+        least = own[:, 0] - 1
+        return torch.maximum(most.abs(), least.abs()) / (1 - t)
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """Cosines of the two fields at each time, the knee of each curve, and the time tau that was chosen."""
+
+    times: Tensor
+    unconditional: Tensor
+    worst_class: Tensor
+    discrepancy: Tensor  # largest |v_bar - v*| seen at each time
+    lipschitz: float  # largest ||dv*/dx|| seen up to tau
+    knee: float
+    tau: float
+
+    @property
+    def drift(self) -> float:
+        """Proposition 2's bound on |x(tau) - x*(tau)|, with the largest values that were seen on public records."""
+        inside = self.times <= self.tau
+        s, delta = self.times[inside].double(), self.discrepancy[inside].double()
+        return float(torch.trapezoid((self.lipschitz * (self.tau - s)).exp() * delta, s))
+
+
+def horizon(
+    model: MomentModel, z: Tensor, labels: Tensor, generator: torch.Generator, *, n: int = 256, cap: float = CAP
+) -> Horizon:
+    """The horizon of a moment model of public records z, (N, ...), with `n` points a time.
+
+    The knee is taken of the lower curve: of the running mean of the cosine over [0, t], unconditional or worst class.
+    """
+    z = z.flatten(1)
+    times = torch.linspace(0.0, 0.95, 39, device=z.device)
+    everyone = EmpiricalField(z)
+    classes = [EmpiricalField(z[labels == y]) for y in range(len(model.mu))]
+    rows = torch.randint(len(z), (n,), generator=generator, device=z.device)
+    xi = noise_like(z[rows], generator)
+    mixed, worst, gaps, slopes = [], [], [], []
+    for t in times:
+        at = t.expand(n)
+        x = interpolate(z[rows], xi, at)
+        exact, bar = everyone.velocity(x, at), model.mixture_velocity(x, at)
+        mixed.append(torch.cosine_similarity(exact, bar, dim=1).mean())
+        gaps.append((exact - bar).norm(dim=1).max())
+        slopes.append(everyone.lipschitz(x, at).max())
+        conditional = model.velocity(x, at, labels[rows])
+        cosines = torch.stack(
+            [
+                torch.cosine_similarity(field.velocity(x[own], at[own]), conditional[own], dim=1).mean()
+                for y, field in enumerate(classes)
+                if bool((own := labels[rows] == y).any())
+            ]
+        )
+        worst.append(cosines.min())
+    curves = torch.stack(mixed), torch.stack(worst)
+    knee = min(bend(times, running_mean(times, curve)) for curve in curves)
+    tau = min(knee, cap)
+    return Horizon(
+        times.cpu(), curves[0].cpu(), curves[1].cpu(), torch.stack(gaps).cpu(),
+        float(torch.stack(slopes)[times <= tau].max()), knee, tau,
+    )  # fmt: skip
+
+
+def running_mean(times: Tensor, values: Tensor) -> Tensor:
+    """Mean of the curve over [0, t], at each t."""
+    areas = torch.cumulative_trapezoid(values, times)
+    return torch.cat([values[:1], areas / times[1:]])
+
+
+def bend(times: Tensor, values: Tensor) -> float:
+    """The knee of a falling curve: where it lies highest above the chord between its ends."""
+    chord = values[0] + (values[-1] - values[0]) * (times - times[0]) / (times[-1] - times[0])
+    return float(times[(values - chord).argmax()])
