@@ -373,8 +373,17 @@ def refusal(net, *batch, losses=None) -> str:
     return str(caught.value)
 
 
-CURES = (
-    r"freeze it|use layer or group|let the batch come first|the batch must come first|turn them off|turn its statistics off|give it another|the variant that"
+CURES = "|".join(
+    (
+        "freeze it",
+        "use layer or group",
+        "let the batch come first",
+        "the batch must come first",
+        "turn them off",
+        "turn its statistics off",
+        "give it another",
+        "the variant that",
+    )
 )
 
 
