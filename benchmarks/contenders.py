@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from straightdp.compiled import Compiled
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.trainer import record_losses
-from straightdp.flow.compiled import Compiled
 
 warnings.filterwarnings("error", message="not compiled")  # a step that fell back to eager is not to be timed
 

@@ -20,9 +20,9 @@ from cases import Case, Work, paper
 from torch.profiler import ProfilerActivity, profile
 from turns import add_turns, preparing, turn
 
+from straightdp.compiled import Compiled
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.factors import Outer
-from straightdp.flow.compiled import Compiled
 
 STEPS = 5
 GROUPS = {

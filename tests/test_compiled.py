@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from straightdp.compiled import Compiled
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.errors import BadInput
-from straightdp.flow.compiled import Compiled
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("g++", "c++", "clang++")), reason="no C++ compiler was found"
@@ -100,7 +100,7 @@ def test_what_is_refused_is_refused_when_compiled_too():
         return (net["a"](x) + (net["b"](x) if len(x) == 3 else 0)).square().sum(dim=1)
 
     engine = ClippingEngine(net, losses, 1.0, compile=True)
-    engine._checked = True
+    engine._checked = engine._condition()
     with pytest.raises(BadInput, match=r"b\.weight"):
         engine((torch.randn(4, 6),), torch.ones(4))
 

@@ -373,8 +373,17 @@ def refusal(net, *batch, losses=None) -> str:
     return str(caught.value)
 
 
-CURES = (
-    r"freeze it|use layer or group|let the batch come first|the batch must come first|turn them off|the variant that"
+CURES = "|".join(
+    (
+        "freeze it",
+        "use layer or group",
+        "let the batch come first",
+        "the batch must come first",
+        "turn them off",
+        "turn its statistics off",
+        "give it another",
+        "the variant that",
+    )
 )
 
 
@@ -680,6 +689,101 @@ def test_a_net_whose_use_changes_after_preflight_is_still_refused():
     """A layer that only some batches use."""
     net = Net(lambda self, x: self.a(x) + (self.b(x) if len(x) > 3 else 0), a=nn.Linear(6, 3), b=nn.Linear(6, 3))
     engine = ClippingEngine(net, lambda x: net(x).square().sum(dim=1), 1.0)
-    engine._checked = True
+    engine._checked = engine._condition()
     with pytest.raises(BadInput, match=r"b\.weight"):
         engine((torch.randn(3, 6),), torch.ones(3))
+
+
+# what a hostile network may try
+
+
+def test_equal_values_do_not_round_past_the_clip():
+    """A long sum of equal squares rounds the same way every time; the direct norm of a wide layer is such a sum."""
+    net = nn.Linear(1024, 1024, bias=False)
+    engine = ClippingEngine(net, lambda x, w: (net(x) * w).sum(dim=(1, 2)), 1.0)
+    engine.preflight((torch.randn(2, 2, 1024), torch.randn(2, 2, 1024)))
+    total = engine((torch.full((2, 520, 1024), 0.1), torch.full((2, 520, 1024), 0.7)), torch.tensor([1.0, 0.0])).total
+    assert 0.99 < float(total.double().norm()) <= 1.0
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_a_callers_autocast_reaches_the_network_alone(tokens):
+    net = nn.Linear(32, 32)
+    engine = ClippingEngine(net, lambda x, w: (net(x).float() * w).sum(dim=(1, 2)), 1.0)
+    batch = torch.randn(50, tokens, 32), torch.randn(50, tokens, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        engine.preflight(tuple(x[:3] for x in batch))
+        for i in range(50):
+            only = torch.zeros(50)
+            only[i] = 1
+            assert float(engine(batch, only).total.double().norm()) <= 1.0
+
+
+def test_the_clip_is_fixed_and_positive():
+    net = nn.Linear(3, 2)
+    engine = ClippingEngine(net, lambda x: net(x).square().sum(dim=1), 1.0)
+    with pytest.raises(AttributeError):
+        engine.clip = 0.1  # type: ignore[misc]
+    for clip in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(BadInput, match="clip"):
+            ClippingEngine(net, lambda x: net(x).square().sum(dim=1), clip)
+
+
+def test_a_forward_pass_that_writes_down_records_is_refused():
+    parts = {"conv": nn.Conv2d(1, 4, 3), "norm": nn.InstanceNorm2d(4, track_running_stats=True)}
+    net = Net(lambda self, x: self.norm(self.conv(x)).flatten(1), **parts)
+    assert_says(refusal(net, torch.randn(N, 1, 6, 6)), "norm.running_mean")
+
+
+def test_a_changed_mode_or_parameter_is_refused():
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 3)).eval()
+    engine = ClippingEngine(net, lambda x: net(x).square().sum(dim=1), 1.0)
+    engine.preflight((torch.randn(N, 6),))
+    engine((torch.randn(N, 6),), torch.ones(N))
+    net.train()
+    with pytest.raises(BadInput, match="changed since preflight"):
+        engine((torch.randn(N, 6),), torch.ones(N))
+    net.eval()
+    net[2].weight = nn.Parameter(torch.randn(3, 8))
+    with pytest.raises(BadInput, match="changed since preflight"):
+        engine((torch.randn(N, 6),), torch.ones(N))
+
+
+@pytest.mark.parametrize("part", [1e-2, 3e-4, 1e-6])
+def test_mixing_is_refused_however_little(part):
+    net = Net(lambda self, x: self.b((h := self.a(x)) + part * h.sum(dim=0)), a=nn.Linear(6, 5), b=nn.Linear(5, 3))
+    refusal(net, torch.randn(N, 6))
+
+
+def test_mixing_that_begins_with_large_values_is_refused():
+    layer = nn.Linear(6, 3)
+    net = Net(lambda self, x: self.layer(x / x.abs().amax().clamp_min(10)), layer=layer)
+    refusal(net, torch.randn(N, 6))
+
+
+def test_rows_of_classes_are_not_rows_of_records():
+    """A table of one row a class, with as many classes as records and record i of class i: right by accident."""
+    net = Net(lambda self, y: self.layer(torch.eye(N))[y], layer=nn.Linear(N, 3))
+    refusal(net, torch.arange(N))
+
+
+def test_a_parameter_that_the_batch_does_not_move_is_not_called_covered():
+    net = Net(
+        lambda self, x: self.a(x) + self.b(x.clamp_min(100) - 100), a=nn.Linear(6, 3), b=nn.Linear(6, 3, bias=False)
+    )
+    assert_says(refusal(net, torch.randn(N, 6)), "b.weight")
+
+
+def test_a_norm_shared_by_many_layers_keeps_a_useful_bound():
+    norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        for _ in range(24):
+            x = x + 0.1 * self.norm(x)
+        return x
+
+    net = Net(forward, norm=norm)
+    engine = ClippingEngine(net, lambda x: net(x).square().sum(dim=1), 1e-3)
+    engine.preflight((torch.randn(3, 6),))
+    only = torch.tensor([1.0, 0.0, 0.0])
+    assert float(engine((torch.randn(3, 6),), only).total.norm()) > 0.99e-3

@@ -100,3 +100,34 @@ def test_a_team_on_bad_input_ends_with_its_sentence(tmp_path):
     assert done.returncode != 0
     assert "straightdp: " in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.pipeline
+def test_a_process_with_other_records_does_not_take_part(alone):
+    """Files that change while the leader pretrains: a record could be taken twice."""
+    import torch
+
+    from straightdp import pipeline
+    from straightdp.errors import BadInput
+    from straightdp.folder import RunFolder
+    from straightdp.recipe import load
+    from straightdp.team import ALONE, Team
+
+    _, run = alone
+    folder, cpu = RunFolder(run), torch.device("cpu")
+    recipe = load(folder.recipe)
+    start = run / "private/checkpoints/distilled.safetensors"
+    call = pipeline._call(pipeline.gather(recipe, folder, cpu, ALONE), start)
+
+    class Follower(Team):
+        def __init__(self, call):
+            super().__init__(1, 2)
+            self.call_ = call
+
+        def awaited(self):
+            return self.call_
+
+    for key in ("records", "weights", "plan", "recipe"):
+        with pytest.raises(BadInput, match="other records"):
+            pipeline._follow(recipe, folder, cpu, Follower(call | {key: "another"}))
+    assert pipeline._follow(recipe, folder, cpu, Follower(None)) is None

@@ -4,7 +4,6 @@ import ast
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -152,11 +151,12 @@ class Together:
         return found
 
 
-@dataclass(frozen=True)
 class ThreadTeam(Team):
     """A team whose members are threads. Its `summed` spoils the followers' shares, as `reduce` may."""
 
-    together: Together | None = None
+    def __init__(self, rank: int, size: int, together: Together):
+        super().__init__(rank, size)
+        self.together = together
 
     def told(self, value=None):
         return self.together.exchange(self.rank, value)[0]

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from straightdp.compiled import Compiled, half
 from straightdp.errors import BadInput
-from straightdp.flow.compiled import Compiled, half
 from straightdp.flow.fit import step_generator
 from straightdp.flow.path import noise_like
 from straightdp.flow.sampler import Network, euler, guided

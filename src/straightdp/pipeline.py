@@ -12,7 +12,7 @@ import torch
 from straightdp import stages
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load as load_records
-from straightdp.errors import BadInput
+from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import file_hash
 from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning
@@ -41,28 +41,48 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder | None:
     with joined(device) as team:
         if not team.leads:
             return _follow(recipe, RunFolder(out), device, team)
-        folder = RunFolder(out)
-        folder.check(recipe, resume=resume)
-        certificate = certify(recipe, release_parts(recipe))  # before the first private read
-        inputs = gather(recipe, folder, device, team)
-        with folder.lock():
-            folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
-            folder.create(recipe, inputs.intake.fingerprint())
-            _spend(inputs, certificate)
-            _use(inputs)
-        return folder
+        try:
+            return _lead(recipe, RunFolder(out), device, team, resume=resume)
+        except (BadInput, BudgetRefused):
+            team.dismiss()
+            raise
+
+
+def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *, resume: bool) -> RunFolder:
+    folder.check(recipe, resume=resume)
+    certificate = certify(recipe, release_parts(recipe))  # before the first private read
+    inputs = gather(recipe, folder, device, team)
+    with folder.lock():
+        folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
+        folder.create(recipe, inputs.intake.fingerprint())
+        _spend(inputs, certificate)
+        _use(inputs)
+    return folder
 
 
 def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team) -> None:
-    """Wait for the leader to come to DP-SGD, and take part in it; nothing is written."""
-    start = team.told()
-    if start is None:
+    """Wait for the leader to come to DP-SGD, and take part in it with the same records; nothing is written."""
+    call = team.awaited()
+    if call is None:
         return
     inputs = gather(recipe, folder, device, team)
+    start = Path(call["start"])
+    if call != _call(inputs, start):
+        raise BadInput("this process found other records, weights or another recipe than the leading one; start again")
     ledger = Ledger(folder.ledger, reads=True)
-    stages.private_steps(
-        inputs, Path(start), folder.plan, inputs.intake.vault(ledger, _noise(inputs, ledger), folder.diagnostics, team)
-    )
+    vault = inputs.intake.vault(ledger, _noise(inputs, spent=True), folder.diagnostics, team)
+    stages.private_steps(inputs, start, folder.plan, vault)
+
+
+def _call(inputs: Inputs, start: Path) -> dict[str, str]:
+    """What every process of a team must find alike before it takes part in DP-SGD."""
+    return {
+        "start": str(start),
+        "weights": file_hash(start),
+        "plan": inputs.folder.plan.read_text(),
+        "recipe": inputs.recipe.digest(),
+        "records": inputs.intake.fingerprint(),
+    }
 
 
 def _spend(inputs: Inputs, certificate: Certificate) -> None:
@@ -73,10 +93,8 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     distilled = folder.checkpoints / "distilled.safetensors"
     key = _key(recipe.digest(), hashlib.sha256(np.ascontiguousarray(inputs.public.x).tobytes()).hexdigest())
 
-    def stage(name: str, outputs: list[Path], work) -> bool:
-        ran = folder.stage(name, key, outputs, work)
-        say(f"{name}: {'done' if ran else 'unchanged, skipped'}")
-        return ran
+    def stage(name: str, outputs: list[Path], work) -> None:
+        say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
 
     stage("pretrain", [pretrained], lambda: stages.pretrain(inputs, pretrained))
     stage("calibrate", [calibration], lambda: stages.calibrate(inputs, calibration))
@@ -91,11 +109,12 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     stage("plan", [folder.plan], lambda: stages.plan(inputs, start, folder.plan))
 
     def train() -> None:
-        inputs.team.told(str(start) if recipe.dpsgd.steps else None)
+        if recipe.dpsgd.steps:
+            inputs.team.call(_call(inputs, start))
         stages.dpsgd(inputs, start, folder.plan, vault, moments)
 
-    if not stage("train", [folder.model, folder.model_card], train):
-        inputs.team.told(None)
+    stage("train", [folder.model, folder.model_card], train)
+    inputs.team.dismiss()
     if not ledger.closed:
         released = [path for path in (folder.moments, folder.model, folder.model_card) if path.exists()]
         ledger.close({path.name: file_hash(path) for path in released})
@@ -161,7 +180,7 @@ def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
     """Open the transcript, declaring the whole workload if that was not done yet, and put the records behind it."""
     recipe, folder, intake = inputs.recipe, inputs.folder, inputs.intake
     ledger = Ledger(folder.ledger, folder.transcript)
-    noise = _noise(inputs, ledger)
+    noise = _noise(inputs, spent=bool(ledger.executed))
     header = ledger.find("header")
     if header is not None and ledger.certified:
         if (header["recipe"], header["noise"], header["n"]) != (recipe.digest(), noise.label, intake.n):
@@ -179,10 +198,10 @@ def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
     return ledger, intake.vault(ledger, noise, folder.diagnostics, inputs.team)
 
 
-def _noise(inputs: Inputs, ledger: Ledger) -> Noise:
+def _noise(inputs: Inputs, *, spent: bool) -> Noise:
     context = f"{inputs.recipe.digest()}|{inputs.intake.fingerprint()}"
     pinned = inputs.recipe.privacy.pinned_key
-    return open_noise(inputs.folder.private, pinned, context=context, spent=bool(ledger.executed))
+    return open_noise(inputs.folder.private, pinned, context=context, spent=spent)
 
 
 def _assumptions(inputs: Inputs) -> list[dict[str, str]]:

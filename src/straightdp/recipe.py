@@ -153,7 +153,7 @@ class DpSgd(Section):
     )
     t_min: Share | None = Field(default=None, description="DP-SGD trains on t in [t_min, 1]; left out, t_min = tau")
     micro_batch: Count | None = Field(
-        default=None, description="records per fixed-shape micro-batch; left out, as many as a GPU is fast with"
+        default=None, description="records per fixed-shape micro-batch; left out, as many as suit the device"
     )
     checkpoint_every: Count = 50
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from straightdp.compiled import Compiled, half
 from straightdp.data import synthetic
 from straightdp.data.records import Records
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.trainer import draw, made_up, public_clip, record_losses, train
 from straightdp.files import file_hash, write_text
-from straightdp.flow.compiled import Compiled, half
 from straightdp.flow.fit import fit, step_generator, trainable
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import TorchDraws, interpolate, noise_like, uniform_times, velocity
@@ -204,7 +204,7 @@ def dpsgd(inputs: Inputs, start: Path, plan_file: Path, vault: Vault, moments: M
 def private_steps(inputs: Inputs, start: Path, plan_file: Path, vault: Vault) -> MMDiT:
     """DP-SGD from the weights in `start`, by every process of the team."""
     net, chosen = inputs.load_net(start), json.loads(plan_file.read_text())
-    vault.bind(GRADIENTS, f"{file_hash(start)}|{chosen}")
+    vault.bind(GRADIENTS, f"{file_hash(start)}|{chosen}|{inputs.device.type}")  # a device has draws of its own
     train(
         net,
         vault,

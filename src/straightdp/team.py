@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 from straightdp.errors import BadInput, TeamBroken
 
 
-@dataclass(frozen=True)
 class Team:
-    rank: int = 0
-    size: int = 1
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank, self.size = rank, size
+        self._called = False
 
     @property
     def leads(self) -> bool:
@@ -34,6 +33,20 @@ class Team:
         box = [value]
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
+
+    def call(self, value: Any) -> None:
+        """The leader calls the others, who wait in `awaited`, to take part; once."""
+        self._called = True
+        self.told(value)
+
+    def dismiss(self) -> None:
+        """The leader lets the others go, unless it has called them."""
+        if not self._called:
+            self.call(None)
+
+    def awaited(self) -> Any:
+        """What the leader called with; None if there is nothing to take part in."""
+        return self.told()
 
     def gathered(self, value: Any) -> list[Any]:
         """Everyone's value at the leader, by rank; elsewhere an empty list."""

@@ -17,6 +17,7 @@ padded record contributes zero; a batch without records sums to zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,16 +25,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from straightdp.compiled import Compiled
 from straightdp.dpsgd.factors import Factor
 from straightdp.dpsgd.uses import Use, Uses
 from straightdp.errors import BadInput
-from straightdp.flow.compiled import Compiled
-from straightdp.privacy.vault import ClippedSum
 
 MARGIN = 1 - 1e-5  # for the factor and the norm's square root
 
 RecordLosses = Callable[..., Tensor]
 """(tensors, each with one row a record) to one loss a record, (n,)."""
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """The sum of per-record gradients clipped to `clip`, as one vector; each record's norm, for diagnostics only.
+
+    Both are without noise, and a compiled engine overwrites them in its next call.
+    """
+
+    total: Tensor
+    norms: Tensor
+    clip: float
 
 
 @dataclass(frozen=True)
@@ -60,17 +72,23 @@ class ClippingEngine:
     """Clips the gradients of `losses(*batch)` with respect to the trainable parameters of `net`.
 
     `preflight` must see a batch (public, or made up) before the first call: it refuses by name what cannot be clipped
-    exactly. `compile` traces and compiles the whole step for each batch shape, and changes no value beyond rounding;
-    the sum it returns is overwritten by the next call.
+    exactly. `compile` traces and compiles the whole step for each batch shape, and changes no value beyond rounding.
     """
 
     def __init__(self, net: nn.Module, losses: RecordLosses, clip: float, *, compile: bool = False):
-        self.net, self.losses, self.clip = net, losses, clip
+        if not (math.isfinite(clip) and clip > 0):
+            raise BadInput(f"the clip must be a positive number, it is {clip}")
+        self.net, self.losses, self._clip = net, losses, clip
         self.trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise BadInput("the network has no trainable parameter: nothing to clip")
         self._step = Compiled(self._clipped, enabled=compile)
-        self._checked = False
+        self._checked: tuple | None = None
+
+    @property
+    def clip(self) -> float:
+        """C. Fixed: a compiled step has it built in."""
+        return self._clip
 
     def parameters(self) -> list[nn.Parameter]:
         """In the order of the sum's values."""
@@ -78,8 +96,13 @@ class ClippingEngine:
 
     def __call__(self, batch: tuple[Tensor, ...], mask: Tensor) -> ClippedSum:
         """Sum of clipped per-record gradients over the records with mask 1, and every record's norm."""
-        if not self._checked:
+        if self._checked is None:
             raise BadInput("ClippingEngine.preflight has not run: give it a public or made-up batch first")
+        if self._checked != self._condition():
+            raise BadInput(
+                "the network has changed since preflight (train() or eval(), or a parameter was replaced): set it up "
+                "first, and run preflight again on a new engine"
+            )
         with _full_products():
             total, norms = self._step(mask, *batch)
         return ClippedSum(total, norms, self.clip)
@@ -93,47 +116,82 @@ class ClippingEngine:
     def preflight(self, batch: tuple[Tensor, ...]) -> list[Coverage]:
         """Check on a public or made-up batch that every record's gradient is found exactly; list how, by parameter.
 
-        Each record's gradient, taken alone, is compared with autograd's of that record's loss, at weights moved off
-        special points such as zero. That finds layers that mix records and parameters that reach the loss unseen.
+        Each record's gradient, found in the batch and in the batch turned round, is compared with autograd's of that
+        record alone, at weights moved off special points such as zero; other records' rows must not feel its loss at
+        all, nor its loss their values. That finds layers that mix records, as far as they do on this batch, and
+        parameters that reach the loss unseen. A forward pass that writes to a buffer is refused.
         """
         n = len(batch[0])
         if n < 2:
             raise BadInput("preflight needs at least two records, to see that they do not mix")
-        with self._moved_weights(), _full_products():
-            uses, losses = self._forward(batch, n)
+        with self._moved_weights(), self._same_buffers(), _full_products():
+            uses, _ = self._forward(batch, n)
             close = BFLOAT16 if any(use.tensor.dtype.itemsize == 2 for use in uses) else FLOAT32
-            for i in range(n):
-                self._check_record(batch, i, losses.detach(), close)
-        self._checked = True
+            felt: set[str] = set()
+            for order in (batch, tuple(x.flip(0) for x in batch)):
+                losses = self._forward(order, n)[1].detach()
+                for i in range(n):
+                    felt |= self._check_record(order, i, losses, close)
+        for name in self.trainable:
+            if name not in felt:
+                raise BadInput(
+                    f"parameter {name} has no gradient on the batch that preflight was given: give it another"
+                )
+        self._checked = self._condition()
         kinds = {name: use.kind for use in uses for name in use.names}
         return [Coverage(name, tuple(p.shape), kinds[name]) for name, p in self.trainable.items()]
 
-    def _check_record(self, batch: tuple[Tensor, ...], i: int, losses: Tensor, close: Close) -> None:
-        """Record i alone, through plain autograd, against record i in the batch, through the engine."""
+    def _condition(self) -> tuple:
+        """What must not change between preflight and a call: modes, and which tensors are trained."""
+        modes = tuple(module.training for module in self.net.modules())
+        return modes, tuple((id(p), p.data_ptr()) for p in self.net.parameters())
+
+    def _check_record(self, batch: tuple[Tensor, ...], i: int, losses: Tensor, close: Close) -> set[str]:
+        """Record i alone, through plain autograd, against record i in the batch. Returns the parameters that moved."""
         try:
             with torch.enable_grad():
                 alone = self.losses(*(x[i : i + 1] for x in batch))[0]
         except ValueError:  # batch normalisation refuses a single row
             alone = losses.new_tensor(float("nan"))
-        if not float((alone.detach() - losses[i]).abs()) <= close.relative * float(losses.abs().max()):
-            raise BadInput(
-                "a record's loss changes with the other records of its batch, or from call to call (batch "
-                "normalisation, dropout?): use layer or group normalisation, and eval()"
-            )
+        others = torch.arange(len(losses), device=losses.device) != i
+        with torch.no_grad():
+            louder = self.losses(*(_louder(x, others) for x in batch))[i]
+        for other in (losses[i], louder):
+            if not float((alone.detach() - other).abs()) <= close.relative * float(losses.abs().max()):
+                raise BadInput(
+                    "a record's loss changes with the other records of its batch, or from call to call (batch "
+                    "normalisation, dropout?): use layer or group normalisation, and eval()"
+                )
         expected = torch.autograd.grad(alone, self.parameters(), allow_unused=True)
         only = torch.zeros(len(losses), device=losses.device)
         only[i] = 1
         factors = self._backward(batch, only)[1]
-        sizes = {
-            name: float(size[i]) for names, f in factors.items() for name, size in zip(names, f.sizes(), strict=True)
-        }
+        sizes = {name: size for names, f in factors.items() for name, size in zip(names, f.sizes(), strict=True)}
+        moved = set()
         for name, mine, theirs in zip(self.trainable, self._collect(factors, only), expected, strict=True):
             theirs = torch.zeros_like(mine) if theirs is None else theirs.float()
-            off = float((mine - theirs).norm())
-            if not off <= close.relative * float(theirs.norm()) + close.floor * sizes[name]:
+            off, elsewhere = float((mine - theirs).norm()), float(sizes[name][others].max())
+            allowed = close.relative * float(theirs.norm()) + close.floor * float(sizes[name][i])
+            if not off <= allowed or elsewhere != 0:
                 raise BadInput(
                     f"parameter {name}: its gradient for one record cannot be told from the batch (off by {off:.3g} "
-                    f"of {float(theirs.norm()):.3g}): let the batch come first everywhere, or freeze it"
+                    f"of {float(theirs.norm()):.3g}, {elsewhere:.3g} in other records' rows): let the batch come first "
+                    "everywhere and keep records apart, or freeze it"
+                )
+            if float(theirs.norm()) > 0:
+                moved.add(name)
+        return moved
+
+    @contextmanager
+    def _same_buffers(self):
+        """Refuses a forward pass that leaves something of the records in the network."""
+        before = {name: value.clone() for name, value in self.net.named_buffers()}
+        yield
+        for name, value in self.net.named_buffers():
+            if name not in before or not torch.equal(value.nan_to_num(), before[name].nan_to_num()):
+                raise BadInput(
+                    f"buffer {name} changes in the forward pass, so it would hold values of records without noise: "
+                    "turn its statistics off (track_running_stats=False), or eval()"
                 )
 
     @contextmanager
@@ -154,10 +212,11 @@ class ClippingEngine:
     def _clipped(self, mask: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
         """(the clipped sum as one vector, per-record norms)."""
         _, factors = self._backward(batch, mask)
-        norms, bound = gradient_norms(list(factors.values()))
-        factor = clip_factor(bound, mask, self.clip)
-        finite = not self._step.enabled and bool(torch.isfinite(bound).all())  # a compiled step does not ask
-        return torch.cat([value.flatten() for value in self._collect(factors, factor, finite=finite)]), norms
+        with torch.autocast(mask.device.type, enabled=False):  # the caller's is for the network alone
+            norms, bound = gradient_norms(list(factors.values()))
+            factor = clip_factor(bound, mask, self.clip)
+            finite = not self._step.enabled and bool(torch.isfinite(bound).all())  # a compiled step does not ask
+            return torch.cat([value.flatten() for value in self._collect(factors, factor, finite=finite)]), norms
 
     def _collect(self, factors: dict[tuple[str, ...], Factor], factor: Tensor, *, finite: bool = False) -> list[Tensor]:
         sums: dict[str, Tensor] = {}
@@ -168,7 +227,8 @@ class ClippingEngine:
     def _backward(self, batch: tuple[Tensor, ...], mask: Tensor) -> tuple[list[Use], dict[tuple[str, ...], Factor]]:
         """One forward and one backward pass; weight gradients are never formed."""
         uses, losses = self._forward(batch, len(mask))
-        total = torch.where(mask > 0, losses, 0.0).sum()
+        with torch.enable_grad():
+            total = torch.where(mask > 0, losses, 0.0).sum()
         parameters = self.parameters()
         values = torch.autograd.grad(total, [use.tensor for use in uses] + parameters, allow_unused=True)
         for name, value in zip(self.trainable, values[len(uses) :], strict=True):
@@ -206,7 +266,8 @@ class ClippingEngine:
         for name in self.trainable:
             if name not in used:
                 raise BadInput(
-                    f"parameter {name} was not seen in the forward pass: freeze it, or use it through a known layer"
+                    f"parameter {name} was not seen in a known layer (it is unused, or used through a view or an "
+                    "operation that hides it): freeze it, or use it through a known layer"
                 )
         if not losses.requires_grad:
             raise BadInput(f"parameter {next(iter(self.trainable))} does not reach the loss: freeze it")
@@ -217,6 +278,12 @@ def _in_place(use: Use) -> str:
     return (
         f"the output of the layer with {use.names[0]} is changed in place: use the variant that is not (inplace=False)"
     )
+
+
+def _louder(x: Tensor, others: Tensor) -> Tensor:
+    """The batch's values with all but one record a thousand times as large; ids are left."""
+    scale = torch.where(others, 1e3, 1.0).reshape(-1, *[1] * (x.dim() - 1))
+    return x * scale.to(x.dtype) if x.is_floating_point() else x
 
 
 def gradient_norms(factors: list[Factor]) -> tuple[Tensor, Tensor]:

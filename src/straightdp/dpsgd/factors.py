@@ -19,6 +19,7 @@ from torch import Tensor
 from straightdp.dpsgd import kernels
 
 EPS = 2.0**-24  # unit rounding of float32
+SLACK = 64  # units of rounding allowed beside the terms of a sum: chunks of 256 values, lanes and trees of sums
 TINY = 2.0**-126  # its smallest normal value: a square below may vanish
 
 
@@ -56,12 +57,12 @@ class Outer:
             aa, gg = squared_length(a), squared_length(g)
             weight, bias = self._plain(a, g, aa, gg), squared_length(g.sum(dim=1))
             unit = EPS
-        terms = tokens + max(d, p) + 16 if self.ghost or tokens == 1 else tokens + 16
+        terms = tokens + SLACK + (max(d, p) if self.ghost or tokens == 1 else 0)
         # k-term products are off by k units times (sum_t |a_t||g_t|)^2, at most |a|^2 |g|^2 by Cauchy-Schwarz;
         # squares may have vanished from the one while the other is large.
         squared, error = weight, 2 * terms * unit * aa * gg + tokens * TINY * (p * aa + d * gg)
         if self.bias:
-            squared, error = squared + bias, error + 2 * (tokens + max(d, p) + 16) * unit * tokens * gg
+            squared, error = squared + bias, error + 2 * (tokens + max(d, p) + SLACK) * unit * tokens * gg
         if self.groups > 1:
             squared, error = (x.reshape(-1, self.groups).sum(dim=1) for x in (squared, error))
         return squared, error
@@ -123,7 +124,7 @@ class Scatter:
         g = torch.where(self.ids[..., None] >= 0, self.g.float(), 0.0)
         same = self.ids[:, :, None] == self.ids[:, None, :]
         squared = ((g @ g.mT) * same).sum(dim=(1, 2))
-        terms = g.shape[1] + g.shape[2] + 16
+        terms = g.shape[1] + g.shape[2] + SLACK
         return squared, 2 * terms * EPS * g.shape[1] * g.square().sum(dim=(1, 2))
 
     def weighted(self, factor: Tensor, *, finite: bool = False) -> tuple[Tensor, ...]:
@@ -153,7 +154,7 @@ class Whole:
 
     def norms(self) -> tuple[Tensor, Tensor]:
         squared = self.value.reshape(len(self.value), -1).square().sum(dim=1)
-        return squared, 2 * (self.terms + self.value[0].numel() + 16) * EPS * (self.size + squared)
+        return squared, 2 * (self.terms + self.value[0].numel() + SLACK) * EPS * (self.size + squared)
 
     def weighted(self, factor: Tensor, *, finite: bool = False) -> tuple[Tensor, ...]:
         factor = factor.reshape(-1, *[1] * (self.value.dim() - 1))
@@ -163,15 +164,21 @@ class Whole:
         return (self.size.sqrt(),)
 
     def joined(self, other: Whole) -> Whole:
-        return Whole(self.value + other.value, 2 * (self.size + other.size), self.terms + other.terms)
+        size = (self.size.sqrt() + other.size.sqrt()).square()
+        return Whole(self.value + other.value, size, self.terms + other.terms + 1)
 
 
 Factor = Outer | Scatter | Whole
 
 
 def squared_length(x: Tensor) -> Tensor:
-    """Squared norm per record, without a copy of the squares."""
-    return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).square()
+    """Squared norm per record, without a copy of the squares.
+
+    In chunks: on a CPU a norm adds its squares one by one, and a long sum of equal values always rounds the same way.
+    """
+    flat = x.reshape(len(x), -1)
+    chunks = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 256)).unflatten(1, (-1, 256))
+    return torch.linalg.vector_norm(chunks, dim=2).square().sum(dim=1)
 
 
 def summed(values: Tensor, n: int, shape: tuple[int, ...]) -> Whole:

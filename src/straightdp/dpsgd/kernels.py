@@ -28,7 +28,8 @@ PROGRAMS = 512  # about as many as keep the largest GPUs busy
 
 
 def usable(x: Tensor) -> bool:
-    return triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float32)
+    known = x.dtype in (torch.bfloat16, torch.float32) and len(x) < 2**16  # as many as a grid's second axis takes
+    return triton is not None and x.is_cuda and known
 
 
 if triton is not None:

@@ -1,4 +1,8 @@
-"""Stage 2: declared DP-SGD on t in [t_min, 1]. Private records stay in the vault; this room sees noised gradients."""
+"""Stage 2: declared DP-SGD on t in [t_min, 1].
+
+The vault calls this room's clipped sum with a batch of records, and adds the noise itself; what comes back, and is
+trained on, is noised. Nothing of a batch is kept here, but for a compiled step's buffers, which end with the training.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from straightdp.dpsgd.clipping import ClippingEngine, RecordLosses
-from straightdp.flow.compiled import half
+from straightdp.compiled import half
+from straightdp.dpsgd.clipping import ClippedSum, ClippingEngine, RecordLosses
 from straightdp.flow.fit import fit
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import Draws, TorchDraws, interpolate, velocity
 from straightdp.nets.mmdit import MMDiT
-from straightdp.privacy.vault import ClippedSum, MicroBatch, Vault
+from straightdp.privacy.vault import MicroBatch, Vault
 from straightdp.privacy.workload import GRADIENTS
 from straightdp.recipe import DpSgd
 from straightdp.team import Team
@@ -101,7 +105,15 @@ def train(
         return engine(draw(batch.z, captions[batch.y], null, section, t_min, batch.draws), batch.mask)
 
     def gradients(step: int) -> None:
-        noisy = vault.noisy_gradient(GRADIENTS, step, clipped_sum, clip=clip, micro_batch=size, device=captions.device)
+        noisy = vault.noisy_gradient(
+            GRADIENTS,
+            step,
+            clipped_sum,
+            clip=clip,
+            micro_batch=size,
+            device=captions.device,
+            diagnostics_every=section.checkpoint_every,
+        )
         for parameter, gradient in zip(engine.parameters(), engine.split(noisy), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
 

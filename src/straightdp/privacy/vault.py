@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from straightdp.privacy.mechanisms import BoundedSum, Relation
 from straightdp.privacy.noise import Noise
 from straightdp.team import ALONE, Team
 
-DIAGNOSTICS_EVERY = 50  # steps: asking for values sooner would make the device wait
+if TYPE_CHECKING:
+    from straightdp.dpsgd.clipping import ClippedSum
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,6 @@ class MicroBatch:
     y: torch.Tensor
     mask: torch.Tensor
     draws: Draws
-
-
-@dataclass(frozen=True)
-class ClippedSum:
-    """The sum of per-record gradients clipped to `clip`, as one vector; each record's norm, for diagnostics only."""
-
-    total: torch.Tensor
-    norms: torch.Tensor
-    clip: float
 
 
 class Vault:
@@ -100,19 +93,22 @@ class Vault:
         clip: float,
         micro_batch: int,
         device: torch.device,
+        diagnostics_every: int = 50,
     ) -> torch.Tensor:
         """One DP-SGD step's gradient as one vector: (sum of clipped gradients + sigma C noise) / (q N), N declared.
 
         An empty Poisson batch gives pure noise. The draws of t and xi come from the secret key: were they known,
         a record's place in the batch would matter to its neighbours. In a team, each process samples its own share of
-        the records (every size-th), the leader adds the shares up and noises the sum, once.
+        the records (every size-th), the leader adds the shares up and noises the sum, once. What is known without noise
+        is written down every `diagnostics_every` steps: asking the device for it sooner would make it wait.
         """
         part = self.__declared(id, "poisson_gaussian")
         if part.q is None:
             raise BudgetRefused(f"{id} has no sampling rate")
         if self.__team.leads:
             self.__ledger.spend(id, step, clip=clip)
-        self.__team.told()  # nobody reads a record before the leader's entry is on disk
+        if self.__team.told((id, step, clip)) != (id, step, clip):  # and nobody reads a record before this is on disk
+            raise BudgetRefused(f"{id}: the processes of this run are not at the same step")
         members = self.__noise.members(f"{id}/members", step, part.q, len(self.__records))
         places = np.flatnonzero(members % self.__team.size == self.__team.rank)
         total: torch.Tensor | None = None
@@ -125,7 +121,8 @@ class Vault:
             norms.append(result.norms[: len(chosen)].float().clone())
             total = result.total.clone() if total is None else total.add_(result.total)
         assert total is not None
-        self.__keep_diagnostics(step, norms, clip, last=step == part.count - 1)
+        due = (step + 1) % diagnostics_every == 0 or step == part.count - 1
+        self.__keep_diagnostics(step, norms, clip, due=due)
         total = self.__team.summed(total)
         if self.__team.leads:
             total += self.__noise.normal(f"{id}/noise", step, len(total), total.device) * (part.sigma * clip)
@@ -160,10 +157,10 @@ class Vault:
             raise BudgetRefused(f"mechanism {id!r} ({kind}) was not declared before the first private read")
         return part
 
-    def __keep_diagnostics(self, step: int, norms: list[torch.Tensor], clip: float, *, last: bool) -> None:
-        """Per-record norms wait on the device and are written down together, every so many steps."""
+    def __keep_diagnostics(self, step: int, norms: list[torch.Tensor], clip: float, *, due: bool) -> None:
+        """Per-record norms wait on the device and are written down together, when due."""
         self.__norms.append((step, norms, clip))
-        if len(self.__norms) < DIAGNOSTICS_EVERY and not last:
+        if not due:
             return
         shares = self.__team.gathered([torch.cat(values).cpu() for _, values, _ in self.__norms])
         if self.__team.leads:

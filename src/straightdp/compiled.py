@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from straightdp.errors import BadInput
+
 
 class Compiled:
     """Calls `function(*tensors)`, compiled if `enabled`; otherwise the function itself.
@@ -34,7 +36,14 @@ class Compiled:
     def _prepare(self, inputs: tuple[Tensor, ...]) -> Callable[..., Any]:
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        traced = make_fx(self._function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        try:
+            traced = make_fx(self._function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        except BadInput:
+            raise
+        except Exception as error:
+            raise BadInput(
+                f"the step cannot be traced ({' '.join(str(error).split())[:200]}): leave compilation off"
+            ) from None
 
         def run(*tensors: Tensor) -> Any:
             with torch.no_grad():
