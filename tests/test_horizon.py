@@ -65,7 +65,7 @@ def gaussian_classes(spread: float, n: int = 400) -> tuple[MomentModel, torch.Te
 def test_fields_agree_near_the_noise_end_and_part_later():
     """Of records that are Gaussian classes: the moments are right, and only the single records' kernels are not."""
     model, z, labels = gaussian_classes(0.5)
-    found = horizon(model, z, labels, keyed())
+    found = horizon(model, z, labels, keyed(), cap=0.35)
     early = found.times <= 0.2
     assert float(found.unconditional[early].min()) > 0.99
     assert float(found.worst_class[early].min()) > 0.99
@@ -78,7 +78,7 @@ def test_fields_agree_near_the_noise_end_and_part_later():
 def test_the_worst_class_is_the_one_whose_mean_is_wrong():
     model, z, labels = gaussian_classes(0.5)
     wrong = MomentModel(model.mu * torch.tensor([[1.0], [-1.0]]), model.V, model.lam, model.prior, model.floor)
-    good, bad = horizon(model, z, labels, keyed()), horizon(wrong, z, labels, keyed())
+    good, bad = horizon(model, z, labels, keyed(), cap=0.35), horizon(wrong, z, labels, keyed(), cap=0.35)
     middle = int((good.times - 0.3).abs().argmin())
     assert float(bad.worst_class[middle]) < float(good.worst_class[middle]) - 0.05
     assert bad.tau < good.tau
@@ -87,7 +87,7 @@ def test_the_worst_class_is_the_one_whose_mean_is_wrong():
 def test_the_drift_bound_holds_along_the_flow():
     """Both flows from the same start up to tau; their distance stays below what Groenwall allows."""
     model, z, labels = gaussian_classes(0.5)
-    found = horizon(model, z, labels, keyed())
+    found = horizon(model, z, labels, keyed(), cap=0.35)
     field = EmpiricalField(z)
     a = b = torch.randn(64, 4, generator=keyed(7))
     steps = 200

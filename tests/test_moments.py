@@ -814,9 +814,9 @@ def single(m: MomentModel) -> MomentModel:
     return MomentModel(m.mu.float(), m.V.float(), m.lam.float(), m.prior.float(), m.floor)
 
 
-def distill_loss(net, *batch):
+def distill_loss(net, m, public, captions, null, section, generator):
     """The loss that the distilling stage takes gradients of."""
-    x, t, ids, target = distill_batch(*batch)
+    x, t, ids, target = distill_batch(m, public, captions, null, section, section.tau, generator)
     return squared_error(net(x, t, ids), target).mean()
 
 

@@ -199,7 +199,16 @@ OTHER: dict[str, dict[str, Any]] = {
         "floor": 0.1,
         "min_count": 5.0,
     },
-    "distill": {"steps": 1, "batch": 1, "lr": 1.0, "ema": 0.5, "tau": 0.3, "replay": 0.2, "p_uncond": 0.5},
+    "distill": {
+        "steps": 1,
+        "batch": 1,
+        "lr": 1.0,
+        "ema": 0.5,
+        "tau": 0.3,
+        "tau_cap": 0.2,
+        "replay": 0.2,
+        "p_uncond": 0.5,
+    },
     "dpsgd": {
         "weight": 0.5,
         "sigma": 3.0,

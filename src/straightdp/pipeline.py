@@ -98,15 +98,16 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
 
     stage("pretrain", [pretrained], lambda: stages.pretrain(inputs, pretrained))
     stage("calibrate", [calibration], lambda: stages.calibrate(inputs, calibration))
+    tau = stages.load_tau(calibration)
     ledger, vault = _declare(inputs, certificate)
     start, moments = pretrained, None
     if release_parts(recipe):
         basis = stages.load_basis(calibration)
         stage("release", [folder.moments], lambda: stages.release(inputs, basis, vault, ledger, folder.moments))
         moments = MomentModel.load(folder.moments)
-        stage("distill", [distilled], lambda: stages.distill(inputs, pretrained, moments, distilled))
+        stage("distill", [distilled], lambda: stages.distill(inputs, pretrained, moments, tau, distilled))
         start = distilled
-    stage("plan", [folder.plan], lambda: stages.plan(inputs, start, folder.plan))
+    stage("plan", [folder.plan], lambda: stages.plan(inputs, start, tau, folder.plan))
 
     def train() -> None:
         if recipe.dpsgd.steps:

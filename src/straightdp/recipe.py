@@ -127,7 +127,10 @@ class Distill(Section):
     batch: Count = 256
     lr: Rate = 1e-4
     ema: Share = 0.999
-    tau: Fraction = 0.5
+    tau: Fraction | Literal["knee"] = Field(
+        default=0.5, description="the moments' horizon; knee: where their field and public data's part, at most tau_cap"
+    )
+    tau_cap: Fraction = Field(default=0.35, description="of a measured tau")
     replay: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.5, description="part of each batch that replays public images for t > tau"
     )

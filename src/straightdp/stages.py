@@ -27,6 +27,7 @@ from straightdp.metrics.probe import fit_probe
 from straightdp.moments.basis import Basis, fit_basis
 from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
+from straightdp.moments.horizon import Horizon, horizon, public_moments
 from straightdp.moments.release import run_release
 from straightdp.nets.mmdit import MMDiT
 from straightdp.privacy.intake import Intake
@@ -135,12 +136,32 @@ def _fit(inputs: Inputs, net: MMDiT, batch: MakeBatch, name: str, section) -> No
 
 
 def calibrate(inputs: Inputs, out: Path) -> None:
-    """Every public calibration of the release: PCA basis and radii."""
+    """Every public calibration of the release: PCA basis, radii, and the horizon tau."""
     from safetensors.torch import save_file
 
-    basis = fit_basis(inputs.public.z(), torch.from_numpy(inputs.public.labels), inputs.recipe.release)
-    radii = {k: repr(getattr(basis, k)) for k in RADII}
-    save_file({"mean": basis.mean, "P": basis.P}, out, metadata=radii)
+    recipe, labels = inputs.recipe, torch.from_numpy(inputs.public.labels)
+    basis = fit_basis(inputs.public.z(), labels, recipe.release)
+    numbers = {k: repr(getattr(basis, k)) for k in RADII}
+    tensors = {"mean": basis.mean, "P": basis.P}
+    if recipe.distill.tau == "knee":
+        found = _horizon(inputs, basis, labels)
+        tensors |= {"times": found.times, "unconditional": found.unconditional, "worst_class": found.worst_class}
+        numbers["tau"] = repr(found.tau)
+        say(
+            f"calibrate: tau = {found.tau:.3f} (knee at {found.knee:.3f}); up to it the fields' cosine is at least "
+            f"{float(found.worst_class[found.times <= found.tau].min()):.3f} in the worst class; drift bound "
+            f"{found.drift:.3g} with the largest gap and slope seen ({found.lipschitz:.3g})"
+        )
+    else:
+        numbers["tau"] = repr(recipe.distill.tau)
+    save_file(tensors, out, metadata=numbers)
+
+
+def _horizon(inputs: Inputs, basis: Basis, labels: Tensor) -> Horizon:
+    model = public_moments(inputs.public.z(), labels, basis, inputs.recipe.release).to(inputs.device)
+    generator = step_generator(inputs.recipe.run.seed, "horizon", 0, inputs.device)
+    y = labels.unique(return_inverse=True)[1].to(inputs.device)
+    return horizon(model, inputs.public_z, y, generator, cap=inputs.recipe.distill.tau_cap)
 
 
 RADII = ("radius", "residual_radius", "widest_residual", "image_radius")
@@ -154,29 +175,36 @@ def load_basis(path: Path) -> Basis:
         return Basis(file.get_tensor("mean"), file.get_tensor("P"), **radii)
 
 
+def load_tau(path: Path) -> float:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return float(file.metadata()["tau"])
+
+
 def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Path) -> None:
     """Stage 1: the declared moment mechanisms, once each."""
     stds = {part.id: part.sigma * part.sensitivity for part in ledger.declared.values()}
     run_release(inputs.recipe, basis, vault, stds).save(out)
 
 
-def distill(inputs: Inputs, start: Path, moments: MomentModel, out: Path) -> None:
+def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: Path) -> None:
     """The released analytic field into the pretrained weights."""
     section, device = inputs.recipe.distill, inputs.device
     net, moments = inputs.load_net(start), moments.to(device)
     ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)
 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return distill_batch(moments, inputs.public_z, ids, null, section, generator)
+        return distill_batch(moments, inputs.public_z, ids, null, section, tau, generator)
 
     _fit(inputs, net, batch, "distill", section)
     save_net(net, out)
 
 
-def plan(inputs: Inputs, start: Path, out: Path) -> None:
+def plan(inputs: Inputs, start: Path, tau: float, out: Path) -> None:
     """The clip and the time range of DP-SGD, from public records and released weights alone."""
     section, device = inputs.recipe.dpsgd, inputs.device
-    t_min = inputs.recipe.distill.tau if section.t_min is None else section.t_min
+    t_min = tau if section.t_min is None else section.t_min
     generator = step_generator(inputs.recipe.run.seed, "plan", 0, device)
     rows = torch.randperm(len(inputs.public), generator=torch.Generator().manual_seed(0))[:256]
     ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)

@@ -16,6 +16,7 @@ def distill_batch(
     captions: Tensor,
     null: Tensor,
     section: Distill,
+    tau: float,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(x_t, t, captions, target velocity) of one batch.
@@ -30,7 +31,7 @@ def distill_batch(
 
     y = torch.multinomial(moments.prior, n, replacement=True, generator=generator)
     z = moments.sample(y, generator).reshape(n, *public.shape[1:])
-    t = uniform_times(n, 0.0, section.tau, generator, device)
+    t = uniform_times(n, 0.0, tau, generator, device)
     x = interpolate(z, noise_like(z, generator), t)
     n_null = round(n * section.p_uncond)
     target = torch.cat(
@@ -42,7 +43,7 @@ def distill_batch(
     ids = torch.cat([null.expand(n_null, -1), captions[y[n_null:]]])
 
     rows = torch.randint(len(public), (n_replay,), generator=generator, device=device)
-    late = uniform_times(n_replay, section.tau, 1.0, generator, device)
+    late = uniform_times(n_replay, tau, 1.0, generator, device)
     xi = noise_like(public[rows], generator)
     any_class = torch.randint(len(captions), (n_replay,), generator=generator, device=device)
     without = torch.rand(n_replay, generator=generator, device=device) < 0.5

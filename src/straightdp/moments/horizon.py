@@ -1,8 +1,8 @@
 """How far the moments reach: the horizon tau, from public data alone (section 3.1, appendix B).
 
 The moment field is compared with the exact field of the public records themselves, one kernel a record (the remark
-after Proposition 1). Both point the same way near the noise end; where the running mean of their cosine bends down is tau.
-A poor horizon wastes budget; it cannot leak.
+after Proposition 1). Both point the same way near the noise end; tau is where the running mean of their cosine bends
+down. A poor horizon wastes budget; it cannot leak.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from straightdp.flow.path import interpolate, noise_like, velocity_from_z
+from straightdp.moments.basis import Basis
 from straightdp.moments.field import MomentModel
+from straightdp.recipe import Release
 
 BANDWIDTH = 0.05  # h of the kernels: well below the distance between records
-CAP = 0.35  # the paper's
+LEAST = 0.05  # of tau: the moments always lead a little way
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Horizon:
 
 
 def horizon(
-    model: MomentModel, z: Tensor, labels: Tensor, generator: torch.Generator, *, n: int = 256, cap: float = CAP
+    model: MomentModel, z: Tensor, labels: Tensor, generator: torch.Generator, *, cap: float, n: int = 256
 ) -> Horizon:
     """The horizon of a moment model of public records z, (N, ...), with `n` points a time.
 
@@ -115,11 +117,25 @@ def horizon(
         worst.append(cosines.min())
     curves = torch.stack(mixed), torch.stack(worst)
     knee = min(bend(times, running_mean(times, curve)) for curve in curves)
-    tau = min(knee, cap)
+    tau = min(max(knee, LEAST), cap)
     return Horizon(
         times.cpu(), curves[0].cpu(), curves[1].cpu(), torch.stack(gaps).cpu(),
         float(torch.stack(slopes)[times <= tau].max()), knee, tau,
     )  # fmt: skip
+
+
+def public_moments(z: Tensor, labels: Tensor, basis: Basis, section: Release) -> MomentModel:
+    """The moment model that a release of the public records themselves would give without noise."""
+    f = basis.features(z.flatten(1).double().cpu())
+    present, y, counts = labels.cpu().unique(return_inverse=True, return_counts=True)
+    means = torch.stack([f[y == k].mean(dim=0) for k in range(len(present))])
+    residuals = f - means[y]
+    if section.covariance == "shared":
+        covariance = (residuals.T @ residuals / len(f))[None]
+    else:
+        groups = [residuals[y == k] for k in range(len(present))]
+        covariance = torch.stack([group.T @ group / len(group) for group in groups])
+    return MomentModel.from_features(basis, means, covariance, counts.double(), section.rank, section.floor)
 
 
 def running_mean(times: Tensor, values: Tensor) -> Tensor:
