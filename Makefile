@@ -15,7 +15,7 @@ test: $(VENV)/ready-dev lint
 
 bench: $(VENV)/ready-bench
 	$(BIN)/python benchmarks/check_contenders.py
-	$(BIN)/python benchmarks/dp_step.py --case demo --device cpu --seconds 15
+	$(BIN)/python benchmarks/dp_step.py --case demo --device cpu --seconds 15 --turns $(VENV)/turns
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check src tests benchmarks

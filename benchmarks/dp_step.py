@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/dp_step.py --case demo --device cpu
 
 Each contender runs in a process of its own, with empty compiler caches, so that neither memory nor a failure spreads.
-The first step (compilation included) and one more are not in the median. Ratios are to two non-private steps of the
-same run: the eager one, and the faster of the two compiled ones, which is the baseline for memory too.
+The first step (compilation included) and the first of each round are not in the median. Ratios are to two non-private
+steps of the same run: the eager one, and the faster of the two compiled ones, which is the baseline for memory too.
 
 Memory on CUDA is the most that was allocated at once from the first step on (a CUDA graph's own memory is seen only
 while it is captured); on the CPU it is the peak resident size of the process, interpreter and compiler included.
@@ -33,6 +33,7 @@ from turns import add_turns, preparing, turn
 
 LIMIT_S = 900  # for one contender
 BURST = 10  # steps between two waits for the device
+ROUNDS = 6  # of turns
 BASELINES = ("plain_compiled", "plain_graph")
 
 
@@ -125,9 +126,13 @@ def measure(arguments: argparse.Namespace) -> dict:
         if cuda:
             torch.cuda.synchronize()
         first = time.perf_counter() - start
-    with turn(arguments.turns):
-        contender.step()
-        times = (on_device if cuda else on_cpu)(contender.step, arguments.seconds)
+    times: list[float] = []
+    rounds = ROUNDS if arguments.turns else 1
+    for _ in range(rounds):  # in turn with the others, so that a busy minute of the machine meets all of them
+        with turn(arguments.turns):
+            contender.step()
+            times += (on_device if cuda else on_cpu)(contender.step, arguments.seconds / rounds)
+        time.sleep(0.2)
     ms, deciles = statistics.median(times), statistics.quantiles(times, n=10)
     row = {
         "ms": ms,

@@ -177,8 +177,9 @@ def squared_length(x: Tensor) -> Tensor:
     In chunks: on a CPU a norm adds its squares one by one, and a long sum of equal values always rounds the same way.
     """
     flat = x.reshape(len(x), -1)
-    chunks = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 256)).unflatten(1, (-1, 256))
-    return torch.linalg.vector_norm(chunks, dim=2).square().sum(dim=1)
+    if missing := -flat.shape[1] % 256:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return torch.linalg.vector_norm(flat.unflatten(1, (-1, 256)), dim=2).square().sum(dim=1)
 
 
 def summed(values: Tensor, n: int, shape: tuple[int, ...]) -> Whole:
