@@ -124,7 +124,7 @@ def test_a_process_with_other_records_does_not_take_part(alone):
             super().__init__(1, 2)
             self.call_ = call
 
-        def awaited(self):
+        def told(self, value=None):
             return self.call_
 
     for key in ("records", "weights", "plan", "recipe"):

@@ -62,7 +62,7 @@ def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *
 
 def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team) -> None:
     """Wait for the leader to come to DP-SGD, and take part in it with the same records; nothing is written."""
-    call = team.awaited()
+    call = team.told()
     if call is None:
         return
     inputs = gather(recipe, folder, device, team)
@@ -71,7 +71,7 @@ def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team)
         raise BadInput("this process found other records, weights or another recipe than the leading one; start again")
     ledger = Ledger(folder.ledger, reads=True)
     vault = inputs.intake.vault(ledger, _noise(inputs, spent=True), folder.diagnostics, team)
-    stages.private_steps(inputs, start, folder.plan, vault)
+    stages.private_steps(inputs, start, vault)
 
 
 def _call(inputs: Inputs, start: Path) -> dict[str, str]:
@@ -112,7 +112,7 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     def train() -> None:
         if recipe.dpsgd.steps:
             inputs.team.call(_call(inputs, start))
-        stages.dpsgd(inputs, start, folder.plan, vault, moments)
+        stages.dpsgd(inputs, start, vault, moments)
 
     stage("train", [folder.model, folder.model_card], train)
     inputs.team.dismiss()

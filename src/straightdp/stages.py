@@ -142,10 +142,8 @@ def calibrate(inputs: Inputs, out: Path) -> None:
     recipe, labels = inputs.recipe, torch.from_numpy(inputs.public.labels)
     basis = fit_basis(inputs.public.z(), labels, recipe.release)
     numbers = {k: repr(getattr(basis, k)) for k in RADII}
-    tensors = {"mean": basis.mean, "P": basis.P}
     if recipe.distill.tau == "knee":
         found = _horizon(inputs, basis, labels)
-        tensors |= {"times": found.times, "unconditional": found.unconditional, "worst_class": found.worst_class}
         numbers["tau"] = repr(found.tau)
         say(
             f"calibrate: tau = {found.tau:.3f} (knee at {found.knee:.3f}); up to it the fields' cosine is at least "
@@ -154,7 +152,7 @@ def calibrate(inputs: Inputs, out: Path) -> None:
         )
     else:
         numbers["tau"] = repr(recipe.distill.tau)
-    save_file(tensors, out, metadata=numbers)
+    save_file({"mean": basis.mean, "P": basis.P}, out, metadata=numbers)
 
 
 def _horizon(inputs: Inputs, basis: Basis, labels: Tensor) -> Horizon:
@@ -222,16 +220,16 @@ def plan(inputs: Inputs, start: Path, tau: float, out: Path) -> None:
     write_text(out, json.dumps({"clip": public_clip(engine, batches, section), "t_min": t_min}))
 
 
-def dpsgd(inputs: Inputs, start: Path, plan_file: Path, vault: Vault, moments: MomentModel | None) -> None:
+def dpsgd(inputs: Inputs, start: Path, vault: Vault, moments: MomentModel | None) -> None:
     """Stage 2: the declared steps, if there are any; then the generator is written to `release/`."""
-    net = private_steps(inputs, start, plan_file, vault) if inputs.recipe.dpsgd.steps else inputs.load_net(start)
+    net = private_steps(inputs, start, vault) if inputs.recipe.dpsgd.steps else inputs.load_net(start)
     generator = Generator(net, inputs.conditioning, moments, inputs.recipe.sample)
     generator.save(inputs.folder.model, inputs.folder.model_card)
 
 
-def private_steps(inputs: Inputs, start: Path, plan_file: Path, vault: Vault) -> MMDiT:
+def private_steps(inputs: Inputs, start: Path, vault: Vault) -> MMDiT:
     """DP-SGD from the weights in `start`, by every process of the team."""
-    net, chosen = inputs.load_net(start), json.loads(plan_file.read_text())
+    net, chosen = inputs.load_net(start), json.loads(inputs.folder.plan.read_text())
     vault.bind(GRADIENTS, f"{file_hash(start)}|{chosen}|{inputs.device.type}")  # a device has draws of its own
     train(
         net,

@@ -35,7 +35,7 @@ class Team:
         return box[0]
 
     def call(self, value: Any) -> None:
-        """The leader calls the others, who wait in `awaited`, to take part; once."""
+        """The leader calls the others, who wait to be told, to take part; once. None: there is nothing to do."""
         self._called = True
         self.told(value)
 
@@ -43,10 +43,6 @@ class Team:
         """The leader lets the others go, unless it has called them."""
         if not self._called:
             self.call(None)
-
-    def awaited(self) -> Any:
-        """What the leader called with; None if there is nothing to take part in."""
-        return self.told()
 
     def gathered(self, value: Any) -> list[Any]:
         """Everyone's value at the leader, by rank; elsewhere an empty list."""

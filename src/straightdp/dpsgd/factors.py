@@ -2,8 +2,8 @@
 
 Every kind answers `norms()`, per record the gradient's squared norm and a bound on that value's own rounding error, and
 `weighted(factor)`, the sum over records of factor times gradient; for checks, `sizes()` says how large the terms were
-that cancel in it. Only what is no larger than an activation is kept:
-the gradient of a matrix stays the pair (a, g) that it is the product of.
+that cancel in it. Only what is no larger than an activation is kept: the gradient of a matrix stays the pair (a, g)
+that it is the product of.
 
 A record whose factor is zero adds exactly zero, whatever its values are; `finite` says that all are finite, which
 saves looking.

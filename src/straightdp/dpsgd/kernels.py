@@ -5,7 +5,7 @@ A program forms one tile of a record's g^T a on the tensor cores, with float32 a
 adds it to the tile of the sum. No value is rounded to bfloat16 on the way, and no two programs add to one number, so a
 repeated run gives the same bits. Without Triton, `factors` has the same formulas in plain torch.
 
-Tile sizes were chosen on an H200 (`benchmarks/README.md`). What must not happen in an inner loop: a branch, a reduction
+Tile sizes were chosen on an H200. What must not happen in an inner loop: a branch, a reduction
 across threads, or a load that waits for another; each costs more than the products themselves.
 """
 
@@ -50,6 +50,15 @@ if triton is not None:
         tl.store(square_ptr + column, tl.sum(squares))
 
     @triton.jit
+    def _record_sums(a_ptr, g_ptr, aa_ptr, gg_ptr, sum_ptr, i, column, T, D, P, a_t, g_t, BC: tl.constexpr):
+        """The token sums of record i's columns, g's first; a_ptr and g_ptr stand at the record."""
+        columns_p = tl.cdiv(P, BC)
+        if column < columns_p:
+            _token_sums(g_ptr, sum_ptr + i * P, gg_ptr + i * columns_p, column, T, P, g_t, BC, True)
+        else:
+            _token_sums(a_ptr, sum_ptr, aa_ptr + i * tl.cdiv(D, BC), column - columns_p, T, D, a_t, BC, False)
+
+    @triton.jit
     def _direct_norms(
         a_ptr, g_ptr, square_ptr, aa_ptr, gg_ptr, sum_ptr, T, D, P, a_n, a_t, g_n, g_t,
         BT: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
@@ -59,7 +68,6 @@ if triton is not None:
         i = tl.program_id(1).to(tl.int64)
         tiles_d = tl.cdiv(D, BD)
         tiles = tiles_d * tl.cdiv(P, BP)
-        columns_p = tl.cdiv(P, BC)
         a_ptr += i * a_n
         g_ptr += i * g_n
         if tile < tiles:
@@ -72,11 +80,8 @@ if triton is not None:
                 a = tl.load(a_ptr + row * a_t + d[None, :], (row < T) & (d[None, :] < D), 0.0)
                 product = tl.dot(tl.trans(g), a, product, input_precision=PRECISION)
             tl.store(square_ptr + i * tiles + tile, tl.sum(product * product))
-        elif tile < tiles + columns_p:
-            _token_sums(g_ptr, sum_ptr + i * P, gg_ptr + i * columns_p, tile - tiles, T, P, g_t, BC, True)
         else:
-            column = tile - tiles - columns_p
-            _token_sums(a_ptr, sum_ptr, aa_ptr + i * tl.cdiv(D, BC), column, T, D, a_t, BC, False)
+            _record_sums(a_ptr, g_ptr, aa_ptr, gg_ptr, sum_ptr, i, tile - tiles, T, D, P, a_t, g_t, BC)
 
     @triton.jit
     def _ghost_norms(
@@ -88,7 +93,6 @@ if triton is not None:
         i = tl.program_id(1).to(tl.int64)
         across = tl.cdiv(T, BT)
         tiles = across * across
-        columns_p = tl.cdiv(P, BC)
         a_ptr += i * a_n
         g_ptr += i * g_n
         if tile < tiles:
@@ -107,11 +111,8 @@ if triton is not None:
                 right = tl.load(g_ptr + u * g_t + c, (u < T) & (c < P), 0.0)
                 gg = tl.dot(left, tl.trans(right), gg, input_precision=PRECISION)
             tl.store(square_ptr + i * tiles + tile, tl.sum(aa * gg))
-        elif tile < tiles + columns_p:
-            _token_sums(g_ptr, sum_ptr + i * P, gg_ptr + i * columns_p, tile - tiles, T, P, g_t, BC, True)
         else:
-            column = tile - tiles - columns_p
-            _token_sums(a_ptr, sum_ptr, aa_ptr + i * tl.cdiv(D, BC), column, T, D, a_t, BC, False)
+            _record_sums(a_ptr, g_ptr, aa_ptr, gg_ptr, sum_ptr, i, tile - tiles, T, D, P, a_t, g_t, BC)
 
     @triton.jit
     def _weighted(

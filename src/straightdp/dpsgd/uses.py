@@ -28,9 +28,8 @@ class Use:
     names: tuple[str, ...]
     tensor: Tensor
     version: int
-    factors: Callable[
-        [Tensor], dict[tuple[str, ...], Factor]
-    ]  # must not hold `Uses`: activations would outlive the step
+    # Must not hold `Uses`: activations would outlive the step.
+    factors: Callable[[Tensor], dict[tuple[str, ...], Factor]]
 
 
 class Uses(TorchFunctionMode):
@@ -173,13 +172,12 @@ def _embedding(
 
 
 def _affine(normalise, channels):
-    """A norm's gain and bias. `normalise(func, args)` leaves them out; `channels(x, weight)` brings their axes last."""
+    """A norm's gain and bias. `normalise` leaves them out; `channels` brings their axes last and back."""
 
     def handle(uses: Uses, func, *args, **kwargs) -> Tensor:
         hat, weight, bias = normalise(func, *args, **kwargs)
-        reference = weight if weight is not None else bias
-        shape = tuple(reference.shape)
-        output = channels(hat, reference)
+        shape = tuple((weight if weight is not None else bias).shape)
+        output = channels(hat)
         kept = output.detach()
         for parameter, operation in ((weight, torch.mul), (bias, torch.add)):
             if parameter is not None:
@@ -195,7 +193,7 @@ def _affine(normalise, channels):
                 found[(shift,)] = summed(g, n, shape)
             return found
 
-        return channels(uses.record("norm", names, output, factors), reference)
+        return channels(uses.record("norm", names, output, factors))
 
     return handle
 
@@ -212,11 +210,11 @@ def _group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5):
     return func(input, num_groups, None, None, eps), weight, bias
 
 
-def _last(x: Tensor, _parameter: Tensor) -> Tensor:
+def _last(x: Tensor) -> Tensor:
     return x
 
 
-def _second(x: Tensor, _parameter: Tensor) -> Tensor:
+def _second(x: Tensor) -> Tensor:
     """Swaps the channel axis of (n, channels, ...) with the last; its own inverse."""
     return x.transpose(1, -1)
 
