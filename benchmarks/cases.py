@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from straightdp.dpsgd.trainer import draw, record_losses
+from straightdp.dpsgd.trainer import Bucket, draw, record_losses
 from straightdp.flow.path import TorchDraws
 from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import DpSgd, Net, load
@@ -89,10 +89,10 @@ class Work:
         return sums
 
 
-def made_up(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def made_up(case: Case) -> tuple[Tensor, ...]:
     """Random records, captions, t and xi, on the CPU so that every device gets the same."""
     generator = torch.Generator().manual_seed(1)
     z = torch.rand(case.records, *case.shape, generator=generator) * 2 - 1
     captions = torch.randint(1, case.net.vocabulary, (case.records, case.net.caption_length), generator=generator)
     null = torch.zeros(case.net.caption_length, dtype=torch.int64)
-    return draw(z, captions, null, DpSgd(draws=case.draws), 0.0, TorchDraws(generator))
+    return draw(z, captions, null, DpSgd(draws=case.draws), Bucket(0.0, 1.0), TorchDraws(generator))

@@ -126,7 +126,8 @@ def test_clamps_wait_while_a_post_hoc_net_pretrains():
 def test_the_engine_clips_a_constrained_net_exactly(changes):
     net = awake(**changes)
     losses = record_losses(net)
-    batch = torch.randn(4, *SHAPE), torch.randint(1, 9, (4, 2, 3)), torch.rand(4, 2), torch.randn(4, 2, *SHAPE)
+    captions, t = torch.randint(1, 9, (4, 2, 3)), torch.rand(4, 2)
+    batch = torch.randn(4, *SHAPE), captions, t, torch.randn(4, 2, *SHAPE), torch.rand(4) + 0.5
     engine = ClippingEngine(net, losses, 1e9)
     assert len(engine.preflight(batch)) == len(list(net.parameters()))
     gradient = torch.autograd.grad(losses(*batch).sum(), engine.parameters())

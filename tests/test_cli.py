@@ -170,7 +170,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(case, folders, tmp_path, c
     extra, word = case(private, public)
     out = tmp_path / "out"
     basic = ["--set", "net.patch=4", "--set", "release.features=16", "--set", "privacy.interval=0.001"]
-    monkeypatch.setattr("straightdp.stages.pretrain", lambda *_: pytest.fail("the input was taken"))
+    monkeypatch.setattr("straightdp.stages.public.pretrain", lambda *_: pytest.fail("the input was taken"))
     code = main(["run", "--private", str(private), "--public", str(public), "--out", str(out), *basic, *extra])
     message = capsys.readouterr().err
     assert code == 2, message

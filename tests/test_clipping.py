@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from straightdp.dpsgd import uses
 from straightdp.dpsgd.clipping import MARGIN, ClippingEngine, gradient_norms
 from straightdp.dpsgd.factors import Outer, Scatter, Whole, summed
-from straightdp.dpsgd.trainer import draw, record_losses
+from straightdp.dpsgd.trainer import Bucket, draw, record_losses
 from straightdp.flow.path import TorchDraws
 from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import DpSgd, Net
@@ -33,7 +33,7 @@ def batch_of(z: Tensor, draws: int, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     captions = torch.arange(len(z)).remainder(5)[:, None].expand(-1, 3) + 1
     null = torch.zeros(1, 3, dtype=torch.int64)
-    return draw(z, captions, null, DpSgd(draws=draws), 0.2, TorchDraws(generator))
+    return draw(z, captions, null, DpSgd(draws=draws), Bucket(0.2, 1.0), TorchDraws(generator))
 
 
 def half_on_cpu(net):

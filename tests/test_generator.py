@@ -74,7 +74,7 @@ def test_labels_follow_the_prior_to_within_one(weights, n):
     names = tuple(f"c{k}" for k in range(len(weights)))
     holder = Conditioning(names, names, Tokenizer.from_captions(names, 3, 64))
     model = MomentModel(torch.zeros(len(weights), 1), torch.ones(1, 1, 1), torch.ones(1, 1), prior, 0.1)
-    y = Generator(zero_net(), holder, model, Sample()).labels(n, CPU)
+    y = Generator(zero_net(), holder, model, Sample()).prompts(n, CPU)
     counts = np.bincount(y.numpy(), minlength=len(weights))
     assert len(counts) == len(weights)
     assert counts.sum() == len(y) == n
@@ -88,7 +88,7 @@ def test_labels_follow_the_prior_to_within_one(weights, n):
 
 
 def test_labels_without_a_release_are_equal_in_number():
-    y = Generator(zero_net(), conditioning(), None, Sample()).labels(10, CPU)
+    y = Generator(zero_net(), conditioning(), None, Sample()).prompts(10, CPU)
     assert sorted(np.bincount(y.numpy()).tolist()) == [3, 3, 4]
 
 
@@ -189,8 +189,8 @@ def test_a_generator_comes_back_from_its_release(tmp_path, with_moments):
     assert two.conditioning == one.conditioning
     assert two.sample == one.sample
     assert (two.moments is None) != with_moments
-    y = one.labels(12, CPU)
-    assert torch.equal(y, two.labels(12, CPU))
+    y = one.prompts(12, CPU)
+    assert torch.equal(y, two.prompts(12, CPU))
     assert torch.equal(one.draw(y, one.sample, 5, quiet), two.draw(y, two.sample, 5, quiet))
 
 

@@ -30,8 +30,8 @@ BASIS = make_basis()
 MEANS = torch.randn(CLASSES, P, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 0.3
 ALL = {
     "class moments": statistics.class_moments(BASIS, CLASSES),
-    "residual second moments": statistics.residual_second_moments(BASIS, MEANS),
-    "residual trace": statistics.residual_trace(BASIS, MEANS),
+    "residual second moments": statistics.residual_second_moments(BASIS, MEANS.__getitem__, CLASSES),
+    "residual trace": statistics.residual_trace(BASIS, MEANS.__getitem__),
     "shared second moment": statistics.shared_second_moment(BASIS),
     "shared second moment of records": statistics.shared_second_moment_of_records(BASIS),
 }

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from straightdp.dpsgd.trainer import draw, micro_batch, rows_at_once
+from straightdp.dpsgd.trainer import Bucket, draw, micro_batch, rows_at_once
 from straightdp.flow.path import TorchDraws
 from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import DpSgd, Net
@@ -49,8 +49,11 @@ def test_a_cpu_takes_few_rows_at_once():
 def test_draws_have_their_times_in_range_and_drop_captions_at_the_rate_asked_for():
     section = DpSgd(draws=4, p_uncond=0.25)
     z, captions, null = torch.randn(500, 1, 2, 2), torch.full((500, 3), 7), torch.zeros(1, 3, dtype=torch.int64)
-    _, ids, t, xi = draw(z, captions, null, section, 0.4, TorchDraws(torch.Generator().manual_seed(0)))
+    _, ids, t, xi, weight = draw(
+        z, captions, null, section, Bucket(0.4, 1.0, 0.5), TorchDraws(torch.Generator().manual_seed(0))
+    )
     assert (ids.shape, t.shape, xi.shape) == ((500, 4, 3), (500, 4), (500, 4, 1, 2, 2))
+    assert torch.equal(weight, torch.full((500,), 2.0))
     assert 0.4 <= float(t.min()) < 0.42
     assert 0.98 < float(t.max()) < 1.0
     dropped = (ids == 0).all(dim=2)

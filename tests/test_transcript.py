@@ -343,14 +343,18 @@ def test_a_line_cut_off_by_a_crash_is_removed_and_a_damaged_one_is_refused(tmp_p
 
 
 def test_what_replay_takes_for_known_is_what_the_project_declares():
-    from straightdp.audits.schema import KNOWN
+    from straightdp.audits.schema import KNOWN, known
     from straightdp.moments.release import release_parts
-    from straightdp.privacy.workload import GRADIENTS
+    from straightdp.privacy.workload import GRADIENTS, bucket_id
     from straightdp.recipe import parse
 
-    parts = {p.id: p.sensitivity for p in release_parts(parse({}))}
+    releases = [release_parts(parse({"release": {"condition": kind}})) for kind in ("class", "pooled")]
+    parts = {p.id: p.sensitivity for release in releases for p in release}
     assert {id: least for id, (kind, least) in KNOWN.items() if kind == "gaussian"} == pytest.approx(parts)
     assert set(KNOWN) - set(parts) == {GRADIENTS}
+    for buckets in (1, 4, 16):
+        assert all(known(bucket_id(k, buckets)) == KNOWN[GRADIENTS] for k in range(buckets))
+    assert not any(known(f"{GRADIENTS}/{k}") for k in ("0", "17", "01", "1/2", "", "one"))
 
 
 def test_a_stray_or_missing_file_in_a_release_is_not_releasable(tmp_path):

@@ -20,6 +20,7 @@ SHORT = (
     "evaluate.probe_steps=5",
     f'privacy.pinned_key="{PIN}"',
 )
+LATENT = ("latent.d=32", "latent.width=8", "latent.steps=3", "latent.batch=8", "net.patch=1")
 VARIANTS = {
     "tight, shared covariance": (("release.covariance=shared",), 3),
     "paper": (("privacy.mode=paper",), 3),
@@ -33,6 +34,20 @@ VARIANTS = {
     "rgb": (("image.channels=3",), 4),
     "another size": (("image.size=12",), 4),
     "clip by public quantile": (("dpsgd.clip_quantile=0.5",), 4),
+    "latent": (LATENT, 4),
+    "latent, paper": ((*LATENT, "privacy.mode=paper"), 3),
+    "latent, guided": ((*LATENT, "sample.port=guide"), 4),
+    "planned": (("dpsgd.plan=tha", "dpsgd.steps=6"), 7),
+    "planned, more buckets than steps": (("dpsgd.plan=tha",), 5),
+    "planned, paper": (("dpsgd.plan=tha", "dpsgd.steps=6", "privacy.mode=paper"), 6),
+    "cross moments of indicators": (("release.condition=slots",), 4),
+    "cross moments of pooled words": (("release.condition=pooled",), 4),
+    "cross moments, paper": (("release.condition=pooled", "privacy.mode=paper"), 3),
+    "cross moments, shared covariance": (("release.condition=pooled", "release.covariance=shared"), 3),
+    "cross moments, nothing centred": (("release.condition=pooled", "release.centre=false"), 4),
+    "cross moments, nothing projected": (("release.condition=pooled", "release.project=false"), 4),
+    "guided from the public plateau": (("sample.port=guide", "sample.t0=plateau"), 4),
+    "not distilled": (("distill.steps=0", "sample.port=guide"), 4),
 }
 
 

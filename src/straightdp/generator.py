@@ -16,21 +16,35 @@ from straightdp.flow.fit import step_generator
 from straightdp.flow.path import noise_like
 from straightdp.flow.sampler import Network, euler, guided
 from straightdp.moments.field import MomentModel
+from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.captions import Tokenizer
 from straightdp.nets.mmdit import MMDiT
-from straightdp.recipe import Net, Sample
+from straightdp.nets.spaces import Codes, Pixels, Space
+from straightdp.recipe import Latent, Net, Sample
+
+AUTOENCODER = "autoencoder."  # what its weights' names begin with
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Captions of the private classes, and the tokenizer that public and private captions share."""
+    """The captions to generate under, each of one class, and the tokenizer that all captions share."""
 
     classes: tuple[str, ...]
     captions: tuple[str, ...]
     tokenizer: Tokenizer
+    labels: tuple[int, ...] = ()  # each caption's class; left out, one caption a class
+
+    def __post_init__(self) -> None:
+        if not self.labels:
+            object.__setattr__(self, "labels", tuple(range(len(self.captions))))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Each caption's class, by name."""
+        return tuple(self.classes[k] for k in self.labels)
 
     def ids(self, device: torch.device) -> Tensor:
-        """(Y, length)."""
+        """(M, length)."""
         return self.tokenizer.encode(self.captions).to(device)
 
     def null(self, device: torch.device) -> Tensor:
@@ -40,23 +54,36 @@ class Conditioning:
 
 @dataclass
 class Generator:
+    """`space` says what the network's z are; left out, pixels."""
+
     net: MMDiT
     conditioning: Conditioning
     moments: MomentModel | None
     sample: Sample
+    space: Space | None = None
+
+    def __post_init__(self) -> None:
+        self._space: Space = self.space or Pixels(self.net.shape)
 
     def save(self, weights: Path, card: Path) -> None:
         from safetensors.torch import save_file
 
-        save_file(self.net.state_dict(), weights)
+        state, latent = dict(self.net.state_dict()), None
+        if isinstance(self._space, Codes):
+            autoencoder = self._space.autoencoder
+            state |= {AUTOENCODER + name: value for name, value in autoencoder.state_dict().items()}
+            latent = {"section": autoencoder.section.model_dump(), "image": list(autoencoder.image)}
+        save_file(state, weights)
         tokenizer = self.conditioning.tokenizer
         body = {
             "net": self.net.section.model_dump(),
             "shape": list(self.net.shape),
             "classes": list(self.conditioning.classes),
             "captions": list(self.conditioning.captions),
+            "labels": list(self.conditioning.labels),
             "words": list(tokenizer.words),
             "sample": self.sample.model_dump(),
+            "latent": latent,
         }
         card.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
 
@@ -72,19 +99,29 @@ class Generator:
             weights = load_file(release / "model.safetensors")
             section = Net.model_validate(body["net"])
             tokenizer = Tokenizer(tuple(body["words"]), section.caption_length, section.vocabulary)
-            conditioning = Conditioning(tuple(body["classes"]), tuple(body["captions"]), tokenizer)
+            conditioning = Conditioning(
+                tuple(body["classes"]), tuple(body["captions"]), tokenizer, tuple(body.get("labels", ()))
+            )
             net = MMDiT(section, tuple(body["shape"]))
-            net.load_state_dict(weights)
+            net.load_state_dict({k: v for k, v in weights.items() if not k.startswith(AUTOENCODER)})
+            space: Space = Pixels(net.shape)
+            if body.get("latent"):
+                autoencoder = Autoencoder(
+                    Latent.model_validate(body["latent"]["section"]), tuple(body["latent"]["image"])
+                )
+                own = {k.removeprefix(AUTOENCODER): v for k, v in weights.items() if k.startswith(AUTOENCODER)}
+                autoencoder.load_state_dict(own)
+                space = Codes(autoencoder, device)
             sample = Sample.model_validate(body["sample"])
         except Exception as error:
             raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
         path = release / "moments.safetensors"
         moments = MomentModel.load(path).to(device) if path.exists() else None
-        return cls(net.to(device).eval(), conditioning, moments, sample)
+        return cls(net.to(device).eval(), conditioning, moments, sample, space)
 
-    def labels(self, n: int, device: torch.device) -> Tensor:
-        """n labels in the released proportions (equal ones without a release), sorted, by largest remainder."""
-        classes = len(self.conditioning.classes)
+    def prompts(self, n: int, device: torch.device) -> Tensor:
+        """n captions in the released proportions (equal ones without a release), sorted, by largest remainder."""
+        classes = len(self.conditioning.captions)
         prior = torch.full((classes,), 1 / classes) if self.moments is None else self.moments.prior.cpu()
         exact = prior.double() / prior.double().sum() * n
         counts = exact.floor().long()
@@ -93,7 +130,7 @@ class Generator:
 
     @torch.no_grad()
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
-        """Records z in [-1, 1] for labels y, (n, C, H, W), on the CPU. `compile` pays from some thousands on."""
+        """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. `compile` pays from some thousands on."""
         if section.port != "weights" and self.moments is None:
             raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
         network = Compiled(half(self.net), enabled=compile)
@@ -103,8 +140,8 @@ class Generator:
             part = y[starts[k] : starts[k] + section.batch]
             whole = F.pad(part, (0, section.batch - len(part))) if compile else part  # one shape, compiled once
             generator = step_generator(seed, "sample", k, y.device)
-            pieces.append(self._batch(network, whole, section, generator)[: len(part)].clamp(-1, 1))
-        return torch.cat(pieces).cpu() if pieces else torch.zeros(0, *self.net.shape)
+            pieces.append(self._space.decode(self._batch(network, whole, section, generator)[: len(part)]))
+        return torch.cat(pieces).cpu() if pieces else self._space.decode(torch.zeros(0, *self.net.shape))
 
     def _batch(self, network: Network, y: Tensor, section: Sample, generator: torch.Generator) -> Tensor:
         shape = (len(y), *self.net.shape)
@@ -113,6 +150,8 @@ class Generator:
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
         field = guided(network, ids[y], null, section.guidance)
         if section.port == "guide" and self.moments is not None:
+            if not isinstance(section.t0, float | int):
+                raise BadInput("sample.t0 = 'plateau' is found by a run, on its public set; give a number here")
             start = self.moments.tilted_start(y, section.t0, generator).reshape(shape)
             return euler(field, start, section.steps, section.t0)
         return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps)

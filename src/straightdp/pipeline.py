@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from straightdp import stages
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load as load_records
 from straightdp.errors import BadInput, BudgetRefused
@@ -19,6 +18,7 @@ from straightdp.generator import Conditioning
 from straightdp.moments.basis import check_features
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import release_parts
+from straightdp.nets.autoencoder import code_shape
 from straightdp.nets.captions import Tokenizer
 from straightdp.privacy.intake import Intake
 from straightdp.privacy.ledger import Ledger
@@ -26,9 +26,11 @@ from straightdp.privacy.noise import Noise, open_noise
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import Certificate, certify
 from straightdp.progress import say
-from straightdp.recipe import Recipe, load
+from straightdp.recipe import OWN_TEXT, Recipe, load
 from straightdp.report.assemble import write_reports
-from straightdp.stages import Inputs
+from straightdp.stages import private, use
+from straightdp.stages import public as prepare
+from straightdp.stages.inputs import Inputs
 from straightdp.team import ALONE, Team, joined, pick_device
 
 
@@ -50,12 +52,12 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder | None:
 
 def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *, resume: bool) -> RunFolder:
     folder.check(recipe, resume=resume)
-    certificate = certify(recipe, release_parts(recipe))  # before the first private read
+    certify(recipe, release_parts(recipe))  # what cannot be afforded is refused before private files are opened
     inputs = gather(recipe, folder, device, team)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
         folder.create(recipe, inputs.intake.fingerprint())
-        _spend(inputs, certificate)
+        _spend(inputs)
         _use(inputs)
     return folder
 
@@ -66,12 +68,13 @@ def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team)
     if call is None:
         return
     inputs = gather(recipe, folder, device, team)
+    prepare.enter_codes(inputs)
     start = Path(call["start"])
     if call != _call(inputs, start):
         raise BadInput("this process found other records, weights or another recipe than the leading one; start again")
     ledger = Ledger(folder.ledger, reads=True)
-    vault = inputs.intake.vault(ledger, _noise(inputs, spent=True), folder.diagnostics, team)
-    stages.private_steps(inputs, start, vault)
+    vault = _vault(inputs, ledger, _noise(inputs, spent=True))
+    private.private_steps(inputs, start, vault)
 
 
 def _call(inputs: Inputs, start: Path) -> dict[str, str]:
@@ -80,39 +83,45 @@ def _call(inputs: Inputs, start: Path) -> dict[str, str]:
         "start": str(start),
         "weights": file_hash(start),
         "plan": inputs.folder.plan.read_text(),
+        "codes": file_hash(inputs.folder.autoencoder) if inputs.recipe.latent.d else "",
         "recipe": inputs.recipe.digest(),
         "records": inputs.intake.fingerprint(),
     }
 
 
-def _spend(inputs: Inputs, certificate: Certificate) -> None:
+def _spend(inputs: Inputs) -> None:
     """All that touches private records: declared first, then the release and DP-SGD, then the transcript is closed."""
     folder, recipe = inputs.folder, inputs.recipe
     pretrained = folder.checkpoints / "pretrained.safetensors"
-    calibration = folder.checkpoints / "calibration.safetensors"
     distilled = folder.checkpoints / "distilled.safetensors"
     key = _key(recipe.digest(), hashlib.sha256(np.ascontiguousarray(inputs.public.x).tobytes()).hexdigest())
 
     def stage(name: str, outputs: list[Path], work) -> None:
         say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
 
-    stage("pretrain", [pretrained], lambda: stages.pretrain(inputs, pretrained))
-    stage("calibrate", [calibration], lambda: stages.calibrate(inputs, calibration))
-    tau = stages.load_tau(calibration)
+    if recipe.latent.d is not None:
+        stage("autoencode", [folder.autoencoder], lambda: prepare.autoencode(inputs, folder.autoencoder))
+        prepare.enter_codes(inputs)
+    stage("pretrain", [pretrained], lambda: prepare.pretrain(inputs, pretrained))
+    stage("calibrate", [folder.calibration], lambda: prepare.calibrate(inputs, folder.calibration))
+    basis, tau = prepare.load_basis(folder.calibration), prepare.load_tau(folder.calibration)
+    if recipe.dpsgd.plan == "tha" and recipe.dpsgd.steps:
+        stage("allocate", [folder.allocation], lambda: prepare.allocate(inputs, basis, tau, folder.allocation))
+    certificate = certify(recipe, release_parts(recipe), prepare.load_shape(inputs))
     ledger, vault = _declare(inputs, certificate)
     start, moments = pretrained, None
     if release_parts(recipe):
-        basis = stages.load_basis(calibration)
-        stage("release", [folder.moments], lambda: stages.release(inputs, basis, vault, ledger, folder.moments))
+        stage("release", [folder.moments], lambda: private.release(inputs, basis, vault, ledger, folder.moments))
         moments = MomentModel.load(folder.moments)
-        stage("distill", [distilled], lambda: stages.distill(inputs, pretrained, moments, tau, distilled))
-        start = distilled
-    stage("plan", [folder.plan], lambda: stages.plan(inputs, start, tau, folder.plan))
+        if recipe.distill.steps:
+            stage("distill", [distilled], lambda: private.distill(inputs, pretrained, moments, tau, distilled))
+            start = distilled
+    stage("plan", [folder.plan], lambda: private.plan(inputs, start, tau, folder.plan))
 
     def train() -> None:
         if recipe.dpsgd.steps:
             inputs.team.call(_call(inputs, start))
-        stages.dpsgd(inputs, start, vault, moments)
+        private.dpsgd(inputs, start, vault, moments)
 
     stage("train", [folder.model, folder.model_card], train)
     inputs.team.dismiss()
@@ -125,10 +134,10 @@ def _use(inputs: Inputs) -> None:
     """Post-processing of what was released: may be repeated with other settings at no cost."""
     folder, recipe = inputs.folder, inputs.recipe
     key = _key(recipe.sample.model_dump_json(), file_hash(folder.model), str(recipe.run.seed))
-    folder.stage("sample", key, [folder.synthetic], lambda: stages.sample(inputs))
+    folder.stage("sample", key, [folder.synthetic], lambda: use.sample(inputs))
     say("sample: done")
     key = _key(recipe.evaluate.model_dump_json(), file_hash(folder.synthetic))
-    folder.stage("evaluate", key, [folder.evaluation], lambda: stages.evaluate(inputs))
+    folder.stage("evaluate", key, [folder.evaluation], lambda: use.evaluate(inputs))
     say("evaluate: done")
     write_reports(inputs)
     say(f"report: {folder.root / 'report.html'}")
@@ -144,9 +153,10 @@ def again(out: Path, stage: str) -> RunFolder:
         if not (folder.model.exists() and Ledger(folder.ledger).closed and folder.synthetic.exists()):
             raise BadInput(f"{out} is not finished; finish it with `straightdp run --resume`")
         inputs = gather(recipe, folder, pick_device(recipe.run.device))
+        prepare.enter_codes(inputs)
         folder.create(recipe, inputs.intake.fingerprint())
         if stage == "evaluate":
-            stages.evaluate(inputs)
+            use.evaluate(inputs)
         write_reports(inputs)
     return folder
 
@@ -158,23 +168,33 @@ def gather(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team =
             raise BadInput(f"no {section} data was named; give --{section} or set {section}.data in the recipe")
     image = recipe.image
     public = load_records(recipe.public.data, size=image.size, channels=image.channels)
-    side = public.shape[1]
-    if side % recipe.net.patch:
-        raise BadInput(f"images of {side} pixels do not divide into patches of {recipe.net.patch}; set net.patch")
-    if release_parts(recipe):
-        check_features(recipe.release.features, len(public), int(np.prod(public.shape)))
+    side, shape = public.shape[1], public.shape
+    if recipe.latent.d is not None:
+        shape = code_shape(recipe.latent.d, side)
+    if shape[1] % recipe.net.patch:
+        where = f"images of {side} pixels" if shape is public.shape else f"codes of {shape[1]} x {shape[1]}"
+        raise BadInput(f"{where} do not divide into patches of {recipe.net.patch}; set net.patch")
+    if release_parts(recipe) and recipe.release.project:
+        check_features(recipe.release.features, len(public), int(np.prod(shape)))
     intake = Intake(recipe, side)
     intake.refuse_overlap(public)
     for name in intake.classes:
         if name != name.strip() or not name:
             raise BadInput(f"class name {name!r} begins or ends with a space, or is empty; rename it")
-    private_captions = from_template(recipe.private.caption, intake.classes)
-    public_captions = from_template(recipe.public.caption, public.classes)
-    tokenizer = Tokenizer.from_captions(
-        private_captions + public_captions, recipe.net.caption_length, recipe.net.vocabulary
-    )
-    conditioning = Conditioning(intake.classes, private_captions, tokenizer)
-    return Inputs(recipe, folder, device, public, public_captions, conditioning, intake, team)
+    captions = intake.prompts.captions()
+    own = recipe.public.caption == OWN_TEXT
+    if own and public.texts is None:
+        raise BadInput("public.caption is {text} but the records have none; give a template over {label}")
+    public_captions = () if own else from_template(recipe.public.caption, public.classes)
+    texts = public.texts if own else ()
+    length, vocabulary = recipe.net.caption_length, recipe.net.vocabulary
+    tokenizer = Tokenizer.from_captions(captions + public_captions, length, vocabulary, texts=texts or ())
+    public_ids = tokenizer.encode(texts or public_captions)
+    labels = tuple(intake.prompts.combinations()[:, 0].tolist())
+    conditioning = Conditioning(intake.classes, captions, tokenizer, labels)
+    if not own:
+        public_ids = public_ids[torch.from_numpy(public.labels)]
+    return Inputs(recipe, folder, device, public, public_ids, conditioning, intake, team)
 
 
 def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
@@ -196,7 +216,19 @@ def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
             recipe=recipe.digest(),
             assumptions=_assumptions(inputs),
         )
-    return ledger, intake.vault(ledger, noise, folder.diagnostics, inputs.team)
+    return ledger, _vault(inputs, ledger, noise)
+
+
+def _vault(inputs: Inputs, ledger: Ledger, noise: Noise) -> Vault:
+    return inputs.intake.vault(
+        ledger,
+        noise,
+        inputs.folder.diagnostics,
+        space=inputs.space,
+        tokenizer=inputs.conditioning.tokenizer,
+        featuriser=inputs.featuriser(),
+        team=inputs.team,
+    )
 
 
 def _noise(inputs: Inputs, *, spent: bool) -> Noise:
@@ -217,11 +249,21 @@ def _assumptions(inputs: Inputs) -> list[dict[str, str]]:
             f"{channels} x {height} x {width} values in [-1, 1]",
             "declared; every record is made to fit",
         ),
-        ("captions", recipe.private.caption, "a public template filled with the class list"),
+        ("captions", *_about_captions(recipe)),
         ("public data", f"{len(inputs.public)} records", "taken to hold nothing about private records"),
         ("one person, one record", "yes", "the unit protected is one record; several by one person add up"),
     ]
     return [{"name": name, "value": value, "source": source} for name, value, source in rows]
+
+
+def _about_captions(recipe: Recipe) -> tuple[str, str]:
+    section = recipe.private
+    if section.caption == OWN_TEXT:
+        return section.prompt, "a public template to generate under; the records' own texts are private"
+    if section.slots:
+        words = json.dumps(section.slots, ensure_ascii=False)
+        return f"{section.caption} {words}", "a public template filled with the class list and the slots' words"
+    return section.caption, "a public template filled with the class list"
 
 
 def _key(*parts: str) -> str:

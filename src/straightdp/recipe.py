@@ -21,6 +21,9 @@ Steps = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 
 
+OWN_TEXT = "{text}"  # as a caption: each record's own
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -47,7 +50,16 @@ class Private(Section):
     classes: tuple[str, ...] | None = Field(
         default=None, description="the public class list; left out, the one found is assumed public"
     )
-    caption: str = "a picture of {label}"
+    caption: str = Field(
+        default="a picture of {label}",
+        description="template of the captions; it may have slots; {text} alone stands for each record's own text",
+    )
+    slots: dict[str, tuple[str, ...]] = Field(
+        default={}, description="the template's other fields and the words each may hold: public knowledge"
+    )
+    prompt: str = Field(
+        default="a picture of {label}", description="what to generate under, when captions are the records' own texts"
+    )
     holdout: str | Share = Field(
         default=0.1, description="where held-out records come from: a source, or a fraction set aside"
     )
@@ -55,7 +67,9 @@ class Private(Section):
 
 class Public(Section):
     data: str = ""
-    caption: str = "a public picture of {label}"
+    caption: str = Field(
+        default="a public picture of {label}", description="template over {label}; {text} stands for each record's own"
+    )
 
 
 class Image(Section):
@@ -63,6 +77,21 @@ class Image(Section):
         default=None, description="side in pixels; images of another size are cropped to a square and resized"
     )
     channels: Annotated[int, Field(ge=1, le=4)] = 1
+
+
+class Latent(Section):
+    """A convolutional autoencoder trained on public images; everything private then happens in its code."""
+
+    d: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="numbers in a code (the paper's is 32); left out, the work is done on pixels"
+    )
+    width: Count = 32
+    steps: Steps = 4_000
+    batch: Count = 256
+    lr: Rate = 1e-3
+    radius_quantile: Fraction = Field(
+        default=0.99, description="R: this quantile of the public codes' norms; every code is brought within it"
+    )
 
 
 class Net(Section):
@@ -115,6 +144,13 @@ class Release(Section):
     residual_quantile: Fraction = Field(
         default=0.1, description="radius of the residuals: this quantile of the public ones"
     )
+    condition: Literal["class", "slots", "pooled", "minilm"] = Field(
+        default="class", description="what means hang on: the class, or a feature of the caption (cross moments)"
+    )
+    ridge: Rate = Field(default=1e-3, description="lambda of the regression on caption features")
+    text_quantile: Fraction = Field(default=0.99, description="R_txt: 1.1 x this quantile of the prompts' norms")
+    centre: bool = Field(default=True, description="centre caption features at their public mean, with an intercept")
+    project: bool = Field(default=True, description="cross moments in the public PCA basis, not of whole records")
     rank: Count = 32
     floor: Rate = Field(default=1e-2, description="lambda_0: covariance floor eigenvalue")
     min_count: Annotated[float, Field(ge=1)] = Field(
@@ -155,6 +191,10 @@ class DpSgd(Section):
         default=0.0, description="0: C = clip; else C = clip x this quantile of the public gradient norms"
     )
     t_min: Share | None = Field(default=None, description="DP-SGD trains on t in [t_min, 1]; left out, t_min = tau")
+    plan: Literal["uniform", "tha"] = Field(
+        default="uniform", description="one clip and noise for all times, or the best public proxy of several shapes"
+    )
+    buckets: Annotated[int, Field(ge=1, le=16)] = Field(default=4, description="K of plan = 'tha': parts of [t_min, 1]")
     micro_batch: Count | None = Field(
         default=None, description="records per fixed-shape micro-batch; left out, as many as suit the device"
     )
@@ -169,7 +209,9 @@ class Sample(Section):
         default="weights",
         description="draw from the model, from the model started at the tilted marginal, or from the release alone",
     )
-    t0: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.2, description="start time of port = 'guide'")
+    t0: Annotated[float, Field(ge=0, lt=1)] | Literal["plateau"] = Field(
+        default=0.2, description="start time of port = 'guide'; plateau: the latest that costs public quality nothing"
+    )
     batch: Count = 500
 
 
@@ -199,6 +241,7 @@ class Recipe(Section):
     private: Private = Private()
     public: Public = Public()
     image: Image = Image()
+    latent: Latent = Latent()
     net: Net = Net()
     pretrain: Pretrain = Pretrain()
     release: Release = Release()
@@ -213,6 +256,8 @@ class Recipe(Section):
             raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
         if self.release.weight == 0 and self.release.sigma is None and self.sample.port != "weights":
             raise ValueError(f"sample.port = {self.sample.port!r} needs a release: give release.weight")
+        if self.release.condition == "slots" and self.private.caption == OWN_TEXT:
+            raise ValueError("release.condition = 'slots' needs a caption template; take 'pooled' for free texts")
         if self.dpsgd.steps and self.dpsgd.weight == 0 and self.dpsgd.sigma is None:
             raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
         return self

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from straightdp.audits.schema import KINDS, KNOWN, Declare, Execute, Header, Totals, read_entry
+from straightdp.audits.schema import KINDS, Declare, Execute, Header, Totals, known, read_entry
 from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import file_hash
 from straightdp.privacy.accountant import Declaration, epsilon
@@ -111,9 +111,9 @@ def _declaration(entry: Declare, before: dict[str, Declaration]) -> Declaration:
     part = entry.mechanism
     if part.id in before:
         raise TranscriptError(entry.line, f"declares {part.id} a second time")
-    if part.id not in KNOWN:
+    if (facts := known(part.id)) is None:
         raise TranscriptError(entry.line, f"declares {part.id!r}, which is no mechanism of this project")
-    kind, least = KNOWN[part.id]
+    kind, least = facts
     if part.kind != kind or (part.q is None) == (kind == "poisson_gaussian"):
         raise TranscriptError(entry.line, f"declares {part.id} as {part.kind} with rate {part.q}; it is {kind}")
     if part.sensitivity < least * (1 - 1e-9):

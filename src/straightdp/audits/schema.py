@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,11 +15,17 @@ Positive = Annotated[float, Field(gt=0)]
 
 KNOWN: dict[str, tuple[str, float]] = {
     "release/means": ("gaussian", math.sqrt(1.25)),
+    "release/cross": ("gaussian", math.sqrt(2)),
     "release/covariance": ("gaussian", 1.0),
     "release/trace": ("gaussian", 1.0),
     "dpsgd/gradients": ("poisson_gaussian", 1.0),
 }
 """Each mechanism of the project: its kind, and the least sensitivity that may be declared for it."""
+
+
+def known(id: str) -> tuple[str, float] | None:
+    """What is known of a mechanism. DP-SGD may be several, one a time bucket: dpsgd/gradients/1 and so on."""
+    return KNOWN.get("dpsgd/gradients" if re.fullmatch(r"dpsgd/gradients/([1-9]|1[0-6])", id) else id)
 
 
 class Line(BaseModel):

@@ -24,7 +24,14 @@ FILES: dict[str, tuple[str, ...]] = {
     "flowers102": ("flowers102/flowers102-128.zip",),
 }
 DRAWN = ("digits:train", "digits:test", "letters", "mixture", "mixture:public")
-NAMES = (*FILES, *DRAWN)
+# Made from the plain set named beside them (`composed`).
+COMPOSED = {
+    "composed-mnist:train": "mnist:train",
+    "composed-mnist:test": "mnist:test",
+    "composed-kmnist:train": "kmnist:train",
+    "composed-kmnist:test": "kmnist:test",
+}
+NAMES = (*FILES, *COMPOSED, *DRAWN)
 
 CLASSES = {
     "mnist": tuple("0123456789"),

@@ -42,9 +42,9 @@ class Records:
 
 
 def to_z(x: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """uint8 pixels to [-1, 1]; floats are taken as they are, clamped to [-1, 1]. On the device that x is on."""
+    """uint8 pixels to [-1, 1]; floats are taken as they are. On the device that x is on."""
     x = torch.as_tensor(x)
-    return x.float() / 127.5 - 1.0 if x.dtype == torch.uint8 else x.float().clamp(-1.0, 1.0)
+    return x.float() / 127.5 - 1.0 if x.dtype == torch.uint8 else x.float()
 
 
 def to_pixels(z: torch.Tensor) -> np.ndarray:

@@ -21,8 +21,9 @@ def load(source: str, *, size: int | None, channels: int, classes: tuple[str, ..
     is uint8 (N, channels, S, S) with N >= 1, labels are int64 positions in the class list, and the order is
     the file's own or that of sorted file names, so the same source always gives the same records. `size`
     crops to a centred square and resizes; without it all images must share one square size. `classes` is the
-    list labels must come from; without it the list is what is found. `mixture` alone is float32 (N, 2, 1, 1)
-    and wants channels = 2.
+    list labels must come from; without it the list is what is found. Only folders with texts and the composed
+    sets bring texts; those name the class as the set does, whatever `classes` says of its position. `mixture`
+    alone is float32 (N, 2, 1, 1) and wants channels = 2.
     """
     label.check_classes(classes)
     if source in ("mixture", "mixture:public"):
@@ -39,6 +40,8 @@ def load(source: str, *, size: int | None, channels: int, classes: tuple[str, ..
 def _named(name: str, size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:
     if name in builtin.DRAWN:
         return _drawn(name, size, channels, classes)
+    if name in builtin.COMPOSED:
+        return _composed(name, size, channels, classes)
     if name == "flowers102":
         tree = folder.open_tree(builtin.locate(name))
         with tree.held_open:
@@ -47,6 +50,15 @@ def _named(name: str, size: int | None, channels: int, classes: tuple[str, ...] 
     images, raw, own = builtin.read_arrays(name)
     labels, order = builtin.relabel(raw, own, classes, lambda i: f"record {i} of {name}")
     return Records(_fit(images, size, channels, name), labels, order)
+
+
+def _composed(name: str, size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:
+    from straightdp.data import composed
+
+    images, raw, own = builtin.read_arrays(builtin.COMPOSED[name])
+    labels, order = builtin.relabel(raw, own, classes, lambda i: f"record {i} of {name}")
+    pictures, texts = composed.compose(name, images, raw, own)
+    return Records(_fit(pictures, size, channels, name), labels, order, texts)
 
 
 def _drawn(name: str, size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:

@@ -1,4 +1,7 @@
-"""Stage 2: declared DP-SGD on t in [t_min, 1].
+"""Stage 2: declared DP-SGD on t in [t_min, 1], in one time bucket or several.
+
+A bucket with clip C_k = c_k C is trained by dividing its losses by c_k, clipping to C and multiplying the noised sum by
+c_k: the same contribution and noise, with one compiled step for all buckets.
 
 The vault calls this room's clipped sum with a batch of records, and adds the noise itself; what comes back, and is
 trained on, is noised. Nothing of a batch is kept here, but for a compiled step's buffers, which end with the training.
@@ -7,6 +10,7 @@ trained on, is noised. Nothing of a batch is kept here, but for a compiled step'
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,38 +18,57 @@ from torch import Tensor
 
 from straightdp.compiled import half
 from straightdp.dpsgd.clipping import ClippedSum, ClippingEngine, RecordLosses
+from straightdp.dpsgd.planner import edges
 from straightdp.flow.fit import fit
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import Draws, TorchDraws, interpolate, velocity
 from straightdp.nets.mmdit import MMDiT
 from straightdp.privacy.vault import MicroBatch, Vault
-from straightdp.privacy.workload import GRADIENTS
+from straightdp.privacy.workload import GRADIENTS, Shape, bucket_id
 from straightdp.recipe import DpSgd
 from straightdp.team import Team
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Times in [low, high], clipped to c C; its steps execute the mechanism `id`."""
+
+    low: float
+    high: float
+    c: float = 1.0
+    id: str = GRADIENTS
+
+
+def buckets(t_min: float, shape: Shape) -> list[Bucket]:
+    ends, k = edges(t_min, len(shape)), len(shape)
+    return [Bucket(ends[i], ends[i + 1], shape[i], bucket_id(i, k)) for i in range(k)]
+
+
 def record_losses(net: MMDiT) -> RecordLosses:
-    """Equation (1) averaged over k draws: z is (n, ...), captions (n, k, length), t (n, k), xi (n, k, ...)."""
+    """Equation (1) averaged over k draws, times a record's weight (n,).
+
+    z is (n, ...), captions (n, k, length), t (n, k), xi (n, k, ...).
+    """
     network = half(net)
 
-    def losses(z: Tensor, captions: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+    def losses(z: Tensor, captions: Tensor, t: Tensor, xi: Tensor, weight: Tensor) -> Tensor:
         n, k = t.shape
         z, t, xi = z.repeat_interleave(k, dim=0), t.flatten(), xi.flatten(0, 1)
         prediction = network(interpolate(z, xi, t), t, captions.flatten(0, 1))
-        return squared_error(prediction, velocity(z, xi)).reshape(n, k).mean(dim=1)
+        return squared_error(prediction, velocity(z, xi)).reshape(n, k).mean(dim=1) * weight
 
     return losses
 
 
 def draw(
-    z: Tensor, captions: Tensor, null: Tensor, section: DpSgd, t_min: float, draws: Draws
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `record_losses` takes: k draws a record, t in [t_min, 1]; a draw's caption is dropped with p_uncond."""
+    z: Tensor, captions: Tensor, null: Tensor, section: DpSgd, bucket: Bucket, draws: Draws
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `record_losses` takes: k draws a record, t in the bucket; a draw's caption is dropped with p_uncond."""
     n, k = len(z), section.draws
-    t = t_min + (1 - t_min) * draws.uniform((n, k))
+    t = bucket.low + (bucket.high - bucket.low) * draws.uniform((n, k))
     xi = draws.normal((n, k, *z.shape[1:]))
     dropped = draws.uniform((n, k, 1)) < section.p_uncond
-    return z, torch.where(dropped, null, captions[:, None]), t, xi
+    return z, torch.where(dropped, null, captions[:, None]), t, xi, torch.full((n,), 1 / bucket.c, device=z.device)
 
 
 def public_clip(engine: ClippingEngine, batches: list[tuple[Tensor, ...]], section: DpSgd) -> float:
@@ -85,36 +108,39 @@ ROW_BYTES = 80  # of a step's memory, for each token, channel and block of a dra
 def train(
     net: MMDiT,
     vault: Vault,
-    captions: Tensor,
     null: Tensor,
     section: DpSgd,
     *,
     clip: float,
     t_min: float,
+    shape: Shape,
     compile: bool,
     checkpoint: Path,
     team: Team,
     track,
 ) -> None:
-    """Spend the declared steps and leave the EMA weights in `net`. `captions` holds one row of ids a class."""
+    """Spend the declared steps, buckets taking turns, and leave the EMA weights in `net`. `null` is one row of ids."""
+    parts = buckets(t_min, shape)
     engine = ClippingEngine(net, record_losses(net), clip, compile=compile)
-    engine.preflight(made_up(net, captions, null, section, t_min))
-    size = micro_batch(section, vault.n, team.size, rows_at_once(net, captions.device))
-
-    def clipped_sum(batch: MicroBatch) -> ClippedSum:
-        return engine(draw(batch.z, captions[batch.y], null, section, t_min, batch.draws), batch.mask)
+    engine.preflight(made_up(net, null, section, parts[0]))
+    size = micro_batch(section, vault.n, team.size, rows_at_once(net, null.device))
 
     def gradients(step: int) -> None:
+        bucket = parts[step % len(parts)]
+
+        def clipped_sum(batch: MicroBatch) -> ClippedSum:
+            return engine(draw(batch.z, batch.captions, null, section, bucket, batch.draws), batch.mask)
+
         noisy = vault.noisy_gradient(
-            GRADIENTS,
-            step,
+            bucket.id,
+            step // len(parts),
             clipped_sum,
             clip=clip,
             micro_batch=size,
-            device=captions.device,
-            diagnostics_every=section.checkpoint_every,
+            device=null.device,
+            diagnostics_due=(step + 1) % section.checkpoint_every == 0 or step + 1 == section.steps,
         )
-        for parameter, gradient in zip(engine.parameters(), engine.split(noisy), strict=True):
+        for parameter, gradient in zip(engine.parameters(), engine.split(noisy * bucket.c), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
 
     fit(
@@ -130,8 +156,8 @@ def train(
     )
 
 
-def made_up(net: MMDiT, captions: Tensor, null: Tensor, section: DpSgd, t_min: float) -> tuple[Tensor, ...]:
-    """Three records of noise, for the engine's preflight."""
-    draws = TorchDraws(torch.Generator(captions.device).manual_seed(0))
-    rows = torch.arange(3, device=captions.device) % len(captions)
-    return draw(draws.normal((3, *net.shape)), captions[rows], null, section, t_min, draws)
+def made_up(net: MMDiT, null: Tensor, section: DpSgd, bucket: Bucket) -> tuple[Tensor, ...]:
+    """Three records of noise under captions of their own, for the engine's preflight."""
+    draws = TorchDraws(torch.Generator(null.device).manual_seed(0))
+    captions = torch.arange(3 * null.shape[1], device=null.device).reshape(3, -1) % net.section.vocabulary
+    return draw(draws.normal((3, *net.shape)), captions, null, section, bucket, draws)

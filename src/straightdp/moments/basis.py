@@ -12,7 +12,7 @@ from torch import Tensor
 from straightdp.errors import BadInput
 from straightdp.recipe import Release
 
-Z_BITS = 16  # of z in [-1, 1]; a pixel step is 2^-7
+Z_BITS = 16  # behind the point of z; a pixel step is 2^-7
 
 
 def on_grid(x: Tensor, bits: int) -> Tensor:
@@ -20,9 +20,9 @@ def on_grid(x: Tensor, bits: int) -> Tensor:
     return torch.round(x * 2.0**bits) / 2.0**bits
 
 
-def exact_bits(d: int) -> int:
-    """How many bits P may have, so that d products with z stay below 53 bits."""
-    return 52 - Z_BITS - math.ceil(math.log2(d))
+def exact_bits(d: int, bound: float = 1.0) -> int:
+    """How many bits P may have, so that d products with numbers of z up to `bound` stay below 53 bits."""
+    return 52 - Z_BITS - math.ceil(math.log2(d * max(bound, 1.0)))
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,20 @@ def check_features(features: int, n: int, d: int) -> None:
         )
 
 
-def fit_basis(z: Tensor, labels: Tensor, section: Release) -> Basis:
-    """PCA of the public records z (n, d), and public quantiles for every radius."""
+def fit_basis(z: Tensor, labels: Tensor, section: Release, bound: float = 1.0) -> Basis:
+    """PCA of the public records z (n, d), and public quantiles for every radius. `bound` holds for every z there is.
+
+    Without `section.project` the basis is the whole space: the paper's ablation.
+    """
     z = z.flatten(1).double()
-    check_features(section.features, *z.shape)
     mean = z.mean(dim=0)
     centred = z - mean
-    _, vectors = torch.linalg.eigh(centred.T @ centred / len(z))
-    P = on_grid(vectors.flip(1)[:, : section.features].T.contiguous(), exact_bits(z.shape[1]))
+    if section.project:
+        check_features(section.features, *z.shape)
+        _, vectors = torch.linalg.eigh(centred.T @ centred / len(z))
+        P = on_grid(vectors.flip(1)[:, : section.features].T.contiguous(), exact_bits(z.shape[1], bound))
+    else:
+        P = torch.eye(z.shape[1], dtype=torch.float64)
     features = centred @ P.T
     residuals = features.clone()
     for label in labels.unique():

@@ -1,71 +1,26 @@
 """How far the moments reach: the horizon tau, from public data alone (section 3.1, appendix B).
 
-The moment field is compared with the exact field of the public records themselves, one kernel a record (the remark
-after Proposition 1). Both point the same way near the noise end; tau is where the running mean of their cosine bends
-down. A poor horizon wastes budget; it cannot leak.
+The moment field is compared with the exact field v* of the public records themselves, one kernel a record (the remark
+after Proposition 1; `MomentModel.kernels`). Both point the same way near the noise end; tau is where the running mean
+of their cosine bends down. A poor horizon wastes budget; it cannot leak.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.integrate import trapezoid
 from torch import Tensor
 
-from straightdp.flow.path import interpolate, noise_like, velocity_from_z
+from straightdp.flow.path import interpolate, noise_like
 from straightdp.moments.basis import Basis
 from straightdp.moments.field import MomentModel
 from straightdp.recipe import Release
 
 BANDWIDTH = 0.05  # h of the kernels: well below the distance between records
 LEAST = 0.05  # of tau: the moments always lead a little way
-
-
-@dataclass(frozen=True)
-class EmpiricalField:
-    """v* of the law that gives each record a kernel of width h: Proposition 1 with one component a record."""
-
-    z: Tensor  # (N, d)
-    h: float = BANDWIDTH
-
-    def posterior(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Each record's weight given x_t = x, (n, N), and E[z | x_t = x], (n, d). x is (n, d)."""
-        variance = self._variance(t)[:, None]
-        distance = x.square().sum(dim=1, keepdim=True) - 2 * t[:, None] * (x @ self.z.T)
-        distance = distance + t[:, None].square() * self.z.square().sum(dim=1)
-        weights = (-distance / (2 * variance)).softmax(dim=1)
-        centre = weights @ self.z
-        gain = t[:, None] * self.h**2 / variance
-        return weights, centre + gain * (x - t[:, None] * centre)
-
-    def velocity(self, x: Tensor, t: Tensor) -> Tensor:
-        return velocity_from_z(self.posterior(x, t)[1], x, t)
-
-    def _variance(self, t: Tensor) -> Tensor:
-        """Of x_t around t z, for one record's kernel."""
-        return (1 - t).square() + (t * self.h).square()
-
-    def lipschitz(self, x: Tensor, t: Tensor, iterations: int = 12) -> Tensor:
-        """||dv*/dx|| at each x, (n,), as if one direction had no spread: dv*/dx = (dE[z | x]/dx - I) / (1 - t).
-
-        The largest spread is found by power iteration, which comes from below.
-        """
-        weights, _ = self.posterior(x, t)
-        own = t * self.h**2 / self._variance(t)
-        slope = (1 - t * own) * t / self._variance(t)
-        centre = weights @ self.z
-
-        def spread(u: Tensor) -> Tensor:
-            """Cov(z | x) u over the records' centres."""
-            along = u @ self.z.T
-            return (weights * along) @ self.z - centre * (centre * u).sum(dim=1, keepdim=True)
-
-        u = torch.nn.functional.normalize(x - centre + 1e-3, dim=1)
-        for _ in range(iterations):
-            u = torch.nn.functional.normalize(spread(u) + 1e-12 * u, dim=1)
-        largest = (u * spread(u)).sum(dim=1)
-        # dE[z | x]/dx has eigenvalues from `own` to `own + slope * largest`
-        return torch.maximum((own + slope * largest - 1).abs(), (own - 1).abs()) / (1 - t)
 
 
 @dataclass(frozen=True)
@@ -82,10 +37,16 @@ class Horizon:
 
     @property
     def drift(self) -> float:
-        """What Groenwall's inequality gives for |x(tau) - x*(tau)|, with the largest values seen on public records."""
-        inside = self.times <= self.tau
-        s, delta = self.times[inside].double(), self.discrepancy[inside].double()
-        return float(torch.trapezoid((self.lipschitz * (self.tau - s)).exp() * delta, s))
+        """int_0^tau exp(L (tau - s)) delta(s) ds: Groenwall's bound on |x(tau) - x*(tau)| (the proposition on
+        field-error propagation), for flows from one start, with the largest L and delta seen on public records."""
+        s = np.append(self.times[self.times < self.tau].numpy(), self.tau)
+        delta = np.interp(s, self.times.numpy(), self.discrepancy.numpy())
+        return float(trapezoid(np.exp(self.lipschitz * (self.tau - s)) * delta, s))
+
+    def curves(self) -> dict[str, list[float]]:
+        """What Figure 2 (a) plots, one number a time, and the gap between the fields, as plain lists."""
+        names = ("times", "unconditional", "worst_class", "discrepancy")
+        return {name: getattr(self, name).tolist() for name in names}
 
 
 def horizon(
@@ -97,34 +58,50 @@ def horizon(
     """
     z = z.flatten(1)
     times = torch.linspace(0.0, 0.95, 39, device=z.device)
-    everyone = EmpiricalField(z)
-    classes = [EmpiricalField(z[labels == y]) for y in range(len(model.mu))]
     rows = torch.randint(len(z), (n,), generator=generator, device=z.device)
-    xi = noise_like(z[rows], generator)
-    mixed, worst, gaps, slopes = [], [], [], []
+    y, xi = labels[rows], noise_like(z[rows], generator)
+    everyone = MomentModel.kernels(z, BANDWIDTH)
+    classes = [(MomentModel.kernels(z[labels == k], BANDWIDTH), y == k) for k in y.unique()]
+    mixed, worst, gaps = [], [], []
     for t in times:
         at = t.expand(n)
         x = interpolate(z[rows], xi, at)
-        exact, bar = everyone.velocity(x, at), model.mixture_velocity(x, at)
+        exact, bar = everyone.mixture_velocity(x, at), model.mixture_velocity(x, at)
         mixed.append(torch.cosine_similarity(exact, bar, dim=1).mean())
         gaps.append((exact - bar).norm(dim=1).max())
-        slopes.append(everyone.lipschitz(x, at).max())
-        conditional = model.velocity(x, at, labels[rows])
-        cosines = torch.stack(
-            [
-                torch.cosine_similarity(field.velocity(x[own], at[own]), conditional[own], dim=1).mean()
-                for y, field in enumerate(classes)
-                if bool((own := labels[rows] == y).any())
-            ]
-        )
-        worst.append(cosines.min())
+        bar = model.velocity(x, at, y)
+        pairs = [(field.mixture_velocity(x[own], at[own]), bar[own]) for field, own in classes]
+        worst.append(torch.stack([torch.cosine_similarity(*pair, dim=1).mean() for pair in pairs]).min())
     curves = torch.stack(mixed), torch.stack(worst)
     knee = min(bend(times, running_mean(times, curve)) for curve in curves)
     tau = min(max(knee, LEAST), cap)
-    return Horizon(
-        times.cpu(), curves[0].cpu(), curves[1].cpu(), torch.stack(gaps).cpu(),
-        float(torch.stack(slopes)[times <= tau].max()), knee, tau,
-    )  # fmt: skip
+    inside = [*times[times < tau], times.new_tensor(tau)]
+    slopes = [lipschitz(everyone, interpolate(z[rows], xi, t.expand(n)), t.expand(n)).max() for t in inside]
+    steepest = float(torch.stack(slopes).max())
+    return Horizon(times.cpu(), curves[0].cpu(), curves[1].cpu(), torch.stack(gaps).cpu(), steepest, knee, tau)
+
+
+def lipschitz(kernels: MomentModel, x: Tensor, t: Tensor, iterations: int = 12) -> Tensor:
+    """||dv*/dx|| of a kernel field at each x, (n,), as if one direction had no spread. x is (n, d).
+
+    dv*/dx = (dE[z | x]/dx - I) / (1 - t), and dE[z | x]/dx = own I + slope Cov, with Cov that of the records'
+    centres under their responsibilities. Its largest eigenvalue is found by power iteration, which comes from below.
+    """
+    weights, z = kernels.responsibilities(x, t), kernels.mu
+    variance = (1 - t).square() + t.square() * kernels.floor
+    own = t * kernels.floor / variance
+    slope = (1 - t * own) * t / variance
+    centre = weights @ z
+
+    def spread(u: Tensor) -> Tensor:
+        """Cov u."""
+        return (weights * (u @ z.T)) @ z - centre * (centre * u).sum(dim=1, keepdim=True)
+
+    u = torch.nn.functional.normalize(x - centre + 1e-3, dim=1)
+    for _ in range(iterations):
+        u = torch.nn.functional.normalize(spread(u) + 1e-12 * u, dim=1)
+    largest = (u * spread(u)).sum(dim=1)
+    return torch.maximum((own + slope * largest - 1).abs(), (own - 1).abs()) / (1 - t)
 
 
 def public_moments(z: Tensor, labels: Tensor, basis: Basis, section: Release) -> MomentModel:

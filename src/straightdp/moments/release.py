@@ -1,7 +1,9 @@
 """The moment release: which mechanisms it declares, and how their noisy sums become a moment model.
 
-residual: counts and means; then, around the released means, one second moment a class and one trace.
-shared:   counts and means; then one second moment for all, in the public basis (paper mode: of whole records).
+First the means, per class (counts and sums) or as a linear function of caption features (cross moments, equation 5).
+Then the spread:
+residual: around the released means, second moments (one a class; one for all captions) and one trace.
+shared:   one second moment for all, in the public basis (paper mode: of whole records).
 """
 
 from __future__ import annotations
@@ -15,24 +17,33 @@ from straightdp.moments import statistics
 from straightdp.moments.basis import Basis
 from straightdp.moments.covariance import per_class, project_psd
 from straightdp.moments.field import MomentModel
+from straightdp.moments.regression import Regression, regress
+from straightdp.moments.statistics import MeanOf
+from straightdp.moments.text import TextBasis
+from straightdp.privacy.mechanisms import Condition
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import ReleasePart
 from straightdp.recipe import Recipe, Release
 
-MEANS, COVARIANCE, TRACE = "release/means", "release/covariance", "release/trace"
+MEANS, CROSS, COVARIANCE, TRACE = "release/means", "release/cross", "release/covariance", "release/trace"
 TRACE_PART = 0.01
 
 
 def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
-    """The mechanisms a recipe's release consists of. In paper mode the paper's constants are declared: 2 and 2."""
+    """The mechanisms a recipe's release consists of. In paper mode the paper's constants are declared."""
     section, paper = recipe.release, recipe.privacy.mode == "paper"
     if section.weight == 0 and section.sigma is None:
         return ()
     means, rest = section.means_share, 1 - section.means_share
-    parts = [ReleasePart(MEANS, "class counts and feature sums", 2.0 if paper else statistics.PAIR_BOUND, means)]
+    if section.condition == "class":
+        bound = 2.0 if paper else statistics.PAIR_BOUND
+        parts = [ReleasePart(MEANS, "class counts and feature sums", bound, means)]
+    else:
+        bound = statistics.CROSS_REPLACE_BOUND if paper else statistics.CROSS_BOUND
+        parts = [ReleasePart(CROSS, "cross moments of features and captions", bound, means)]
     if residual(recipe):
-        parts.append(ReleasePart(COVARIANCE, "second moments around the class means", 1.0, rest * (1 - TRACE_PART)))
-        parts.append(ReleasePart(TRACE, "mean squared distance from the class means", 1.0, rest * TRACE_PART))
+        parts.append(ReleasePart(COVARIANCE, "second moments around the released means", 1.0, rest * (1 - TRACE_PART)))
+        parts.append(ReleasePart(TRACE, "mean squared distance from the released means", 1.0, rest * TRACE_PART))
     else:
         parts.append(ReleasePart(COVARIANCE, "shared second moment", 2.0 if paper else 1.0, rest))
     return tuple(parts)
@@ -44,27 +55,49 @@ def residual(recipe: Recipe) -> bool:
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """The captions to be generated, as the release sees them: their features, and the geometry of those."""
+
+    features: Tensor  # (M, m)
+    text: TextBasis
+
+
+@dataclass(frozen=True)
 class Means:
+    """Released means: of each component, between components, and for whatever a record is conditioned on."""
+
     counts: Tensor  # (Y,) clamped at 1
     features: Tensor  # (Y, p)
+    between: Tensor  # (p, p), the second moment of the means
+    of: MeanOf
+    condition: Condition = "class"
+
+    @property
+    def blocks(self) -> int:
+        return len(self.features) if self.condition == "class" else 1
 
 
-def run_release(recipe: Recipe, basis: Basis, vault: Vault, stds: dict[str, float]) -> MomentModel:
+def run_release(
+    recipe: Recipe, basis: Basis, vault: Vault, stds: dict[str, float], prompts: Prompts | None = None
+) -> MomentModel:
     """Execute every declared mechanism of the release, once each. `stds` are the declared noise deviations."""
-    section = recipe.release
-    noisy = torch.from_numpy(vault.gaussian_sum(MEANS, statistics.class_moments(basis, vault.classes)))
-    means = class_means(noisy, basis, section, stds[MEANS], shrink=recipe.privacy.mode == "tight")
+    section, tight = recipe.release, recipe.privacy.mode == "tight"
+    if prompts is None:
+        noisy = torch.from_numpy(vault.gaussian_sum(MEANS, statistics.class_moments(basis, vault.classes)))
+        means = class_means(noisy, basis, section, stds[MEANS], shrink=tight)
+    else:
+        width = prompts.text.design(prompts.features).shape[1]
+        noisy = torch.from_numpy(vault.gaussian_sum(CROSS, statistics.cross_moments(basis, prompts.text, width)))[0]
+        edge = stds[CROSS] / vault.n if tight else 0.0
+        means = caption_means(regress(noisy / vault.n, basis, prompts.text, section.ridge, edge), prompts)
     if residual(recipe):
         covariance = _residual_covariance(vault, basis, means, section, stds)
-    elif recipe.privacy.mode == "tight":
+    elif tight:
         second = torch.from_numpy(vault.gaussian_sum(COVARIANCE, statistics.shared_second_moment(basis)))[0]
-        covariance = _within(second / vault.n, means)
+        covariance = project_psd(second / vault.n - means.between).unsqueeze(0)
     else:
         second = vault.gaussian_sum(COVARIANCE, statistics.shared_second_moment_of_records(basis))[0]
-        whole = torch.from_numpy(second) / vault.n
-        centres = means.features @ basis.P
-        prior = means.counts / means.counts.sum()
-        within = whole - torch.einsum("y,yi,yj->ij", prior, centres, centres)
+        within = torch.from_numpy(second) / vault.n - basis.P.T @ means.between @ basis.P
         return MomentModel.from_full(basis, means.features, within, means.counts, section.rank, section.floor)
     return MomentModel.from_features(basis, means.features, covariance, means.counts, section.rank, section.floor)
 
@@ -86,21 +119,22 @@ def class_means(noisy: Tensor, basis: Basis, section: Release, std: float, *, sh
         noise = (2 * basis.radius * std / counts[~small]).square().mean()
         power = deviation[~small].square().mean(dim=0)
         means = overall + deviation * (1 - noise / power.clamp_min(1e-300)).clamp(0.0, 1.0)
-    return Means(counts, means)
+    between = torch.einsum("y,yi,yj->ij", counts / counts.sum(), means, means)
+    return Means(counts, means, between, means.__getitem__)
+
+
+def caption_means(regression: Regression, prompts: Prompts) -> Means:
+    """One component a prompt, all equally likely: cross moments say nothing of how often a caption occurs."""
+    means = regression(prompts.features)
+    return Means(torch.ones(len(means)).double(), means, regression.between, regression, "caption")
 
 
 def _residual_covariance(vault: Vault, basis: Basis, means: Means, section: Release, stds: dict[str, float]) -> Tensor:
-    moments = vault.gaussian_sum(COVARIANCE, statistics.residual_second_moments(basis, means.features))
-    trace = vault.gaussian_sum(TRACE, statistics.residual_trace(basis, means.features))[0, 0]
-    moments = torch.from_numpy(moments)
+    statistic = statistics.residual_second_moments(basis, means.of, means.blocks, means.condition)
+    moments = torch.from_numpy(vault.gaussian_sum(COVARIANCE, statistic))
+    trace = vault.gaussian_sum(TRACE, statistics.residual_trace(basis, means.of, means.condition))[0, 0]
     clipped_trace = float(moments.diagonal(dim1=1, dim2=2).sum().clamp_min(1e-12))
     scale = max(trace * basis.widest_residual**2 / clipped_trace, 1.0)
     noise_std = stds[COVARIANCE] * basis.residual_radius**2
-    return per_class(moments, means.counts, noise_std, scale, section.floor, section.min_count)
-
-
-def _within(second: Tensor, means: Means) -> Tensor:
-    """Shared within-class covariance: E[f f^T] - sum_y pi_y mu_y mu_y^T, symmetrised and PSD-projected."""
-    prior = means.counts / means.counts.sum()
-    between = torch.einsum("y,yi,yj->ij", prior, means.features, means.features)
-    return project_psd(second - between).unsqueeze(0)
+    counts = means.counts if means.condition == "class" else torch.tensor([float(vault.n)]).double()
+    return per_class(moments, counts, noise_std, scale, section.floor, section.min_count)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from straightdp.moments.basis import Basis
-from straightdp.privacy.mechanisms import OuterSum, RowSum
+from straightdp.moments.text import TextBasis
+from straightdp.privacy.mechanisms import Condition, OuterSum, RowSum
 
 PAIR_BOUND = math.sqrt(1.25)  # (1, f / 2R): one count and half a unit
 PAIR_REPLACE_BOUND = math.sqrt(2.5)
+CROSS_BOUND = math.sqrt(2)
+CROSS_REPLACE_BOUND = 2 * math.sqrt(2)
 
 
 def class_moments(basis: Basis, classes: int) -> RowSum:
@@ -29,23 +33,57 @@ def class_moments(basis: Basis, classes: int) -> RowSum:
     return RowSum(vectors, 1 + len(basis.P), PAIR_BOUND, classes, PAIR_REPLACE_BOUND)
 
 
-def residual_second_moments(basis: Basis, means: Tensor) -> OuterSum:
-    """Per class, sum of r r^T with r = f - mu_y around the *released* feature means, clipped to its own radius."""
+def cross_moments(basis: Basis, text: TextBasis, width: int) -> RowSum:
+    """The whitened cross moments of equation (5), both blocks in one vector: f e^T / R_feat R_txt and e e^T / R_txt^2.
 
-    def vectors(z: Tensor, y: Tensor) -> Tensor:
-        return basis.features(z) - means[y]
+    Each block has norm at most 1, so together sqrt 2 under add/remove and 2 sqrt 2 under replacement. Of the symmetric
+    block the upper triangle is kept, off the diagonal times sqrt 2: the same norm, and every entry noised once. `width`
+    is that of a row of the design, which holds the intercept.
+    """
+    i, j = torch.triu_indices(width, width).unbind()
+    double = torch.where(i == j, 1.0, math.sqrt(2)).double()
 
-    return OuterSum(vectors, len(basis.P), basis.residual_radius, len(means))
+    def vectors(z: Tensor, e: Tensor) -> Tensor:
+        f = basis.features(z) / basis.radius
+        f = f * (1 / f.norm(dim=1, keepdim=True).clamp_min(1e-300)).clamp_max(1.0)
+        row = text.design(e)
+        cross = (f[:, :, None] * row[:, None, :]).flatten(1)
+        return torch.cat([cross, row[:, i] * row[:, j] * double], dim=1)
+
+    size = len(basis.P) * width + len(i)
+    return RowSum(vectors, size, CROSS_BOUND, replace_bound=CROSS_REPLACE_BOUND, condition="caption")
 
 
-def residual_trace(basis: Basis, means: Tensor) -> RowSum:
+def split_cross_moments(values: Tensor, p: int, width: int) -> tuple[Tensor, Tensor]:
+    """The two blocks out of the vector: (p, width), and a symmetric (width, width)."""
+    cross, rest = values[: p * width].reshape(p, width), values[p * width :]
+    i, j = torch.triu_indices(width, width).unbind()
+    square = torch.zeros(width, width, dtype=values.dtype)
+    square[i, j] = torch.where(i == j, rest, rest / math.sqrt(2))
+    return cross, square + square.T - torch.diag(square.diagonal())
+
+
+MeanOf = Callable[[Tensor], Tensor]
+"""Released feature means, (n, p), for the records' condition."""
+
+
+def residual_second_moments(basis: Basis, mean_of: MeanOf, blocks: int, condition: Condition = "class") -> OuterSum:
+    """Per block, sum of r r^T with r = f - mean around the *released* feature means, clipped to its own radius."""
+
+    def vectors(z: Tensor, given: Tensor) -> Tensor:
+        return basis.features(z) - mean_of(given)
+
+    return OuterSum(vectors, len(basis.P), basis.residual_radius, blocks, condition)
+
+
+def residual_trace(basis: Basis, mean_of: MeanOf, condition: Condition = "class") -> RowSum:
     """Sum of min(||r||^2, w^2) / w^2 with w a public wide radius: one number that undoes the residual clip."""
 
-    def vectors(z: Tensor, y: Tensor) -> Tensor:
-        r = basis.features(z) - means[y]
+    def vectors(z: Tensor, given: Tensor) -> Tensor:
+        r = basis.features(z) - mean_of(given)
         return (r.square().sum(dim=1, keepdim=True) / basis.widest_residual**2).clamp_max(1.0)
 
-    return RowSum(vectors, 1, 1.0, replace_bound=1.0)
+    return RowSum(vectors, 1, 1.0, replace_bound=1.0, condition=condition)
 
 
 def shared_second_moment(basis: Basis) -> OuterSum:

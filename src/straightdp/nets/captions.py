@@ -26,9 +26,11 @@ class Tokenizer:
     vocabulary: int
 
     @classmethod
-    def from_captions(cls, captions: tuple[str, ...], length: int, vocabulary: int) -> Tokenizer:
-        """Refuses captions that are different texts but the same ids, for then two classes could not be told apart."""
-        words = sorted({word for caption in captions for word in split_words(caption)})
+    def from_captions(
+        cls, captions: tuple[str, ...], length: int, vocabulary: int, *, texts: tuple[str, ...] = ()
+    ) -> Tokenizer:
+        """Words of the captions, and of public texts. Refuses captions that are different but have the same ids."""
+        words = sorted({word for caption in (*captions, *texts) for word in split_words(caption)})
         tokenizer = cls(tuple(words), length, vocabulary)
         seen: dict[tuple[int, ...], str] = {}
         for caption in captions:

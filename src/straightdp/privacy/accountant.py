@@ -36,8 +36,22 @@ class Declaration:
 def epsilon(workload: Sequence[Declaration], delta: float, interval: float) -> float:
     """The composed epsilon of the whole workload at `delta`. An empty workload costs 0."""
     from dp_accounting import NeighboringRelation
-    from dp_accounting.dp_event import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
+
+    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
+    return _composed(accountant, workload, delta)
+
+
+def rdp_epsilon(workload: Sequence[Declaration], delta: float) -> float:
+    """A bound on the same by Renyi divergences: looser, and much faster when there are many noise multipliers."""
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.rdp import RdpAccountant
+
+    return _composed(RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE), workload, delta)
+
+
+def _composed(accountant: Any, workload: Sequence[Declaration], delta: float) -> float:
+    from dp_accounting.dp_event import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 
     events: list[tuple[DpEvent, int]] = []
     precision = 0.0  # Gaussian mechanisms compose exactly: 1 / sigma^2 adds up
@@ -56,7 +70,6 @@ def epsilon(workload: Sequence[Declaration], delta: float, interval: float) -> f
         events.append((GaussianDpEvent(1 / math.sqrt(precision)), 1))
     if not events:
         return 0.0
-    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
     for event, count in events:
         if count:
             accountant.compose(event, count)
@@ -64,20 +77,31 @@ def epsilon(workload: Sequence[Declaration], delta: float, interval: float) -> f
 
 
 def calibrate(
-    workload_at: Callable[[float], Sequence[Declaration]], budget: float, delta: float, interval: float
+    workload_at: Callable[[float], Sequence[Declaration]],
+    budget: float,
+    delta: float,
+    interval: float,
+    *,
+    quick: bool = False,
 ) -> float:
     """The largest m in a search range for which the workload's epsilon is at most `budget`.
 
-    `workload_at(m)` must cost more as m grows. Guarantee: epsilon(workload_at(result)) <= budget.
+    `workload_at(m)` must cost more as m grows. Guarantee: epsilon(workload_at(result)) <= budget. `quick` searches by
+    Renyi divergences instead, which are never below it.
     """
+
+    def fits(m: float) -> bool:
+        workload = workload_at(m)
+        return (rdp_epsilon(workload, delta) if quick else epsilon(workload, delta, interval)) <= budget
+
     low, high = 0.0, gaussian_mu(budget, delta)
-    while epsilon(workload_at(high), delta, interval) <= budget:
+    while fits(high):
         low, high = high, 1.5 * high
         if high > 50:
             raise BudgetRefused(f"no noise scale spends epsilon = {budget:g}: lower it or release more")
     if low == 0.0:
         low = high / 1.5
-        while epsilon(workload_at(low), delta, interval) > budget:
+        while not fits(low):
             low, high = low / 1.5, low
             if low < 1e-6:
                 raise BudgetRefused(
@@ -85,7 +109,7 @@ def calibrate(
                 )
     while high / low > 1 + 1e-5:
         middle = math.sqrt(low * high)
-        if epsilon(workload_at(middle), delta, interval) <= budget:
+        if fits(middle):
             low = middle
         else:
             high = middle

@@ -9,13 +9,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from straightdp.data.captions import Template
 from straightdp.data.records import Records, to_z
 from straightdp.errors import BadInput
+from straightdp.moments.text import Featuriser
+from straightdp.nets.captions import Tokenizer
+from straightdp.nets.spaces import Space
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.noise import Noise
 from straightdp.privacy.reader import read_private
-from straightdp.privacy.vault import Vault
-from straightdp.recipe import Recipe
+from straightdp.privacy.vault import Captions, Vault
+from straightdp.recipe import OWN_TEXT, Recipe
 from straightdp.team import ALONE, Team
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
@@ -42,6 +46,15 @@ class Intake:
                 f"delta = {recipe.privacy.delta:g} is not below 1/N = {1 / self.n:.2g}, so publishing a record "
                 "outright would count as private; lower privacy.delta"
             )
+        section = recipe.private
+        self.own_texts = section.caption == OWN_TEXT
+        self.prompts = Template.read(
+            section.prompt if self.own_texts else section.caption, self.classes, {} if self.own_texts else section.slots
+        )
+        self.__texts = sets.train.texts if self.own_texts else None
+        if self.own_texts and self.__texts is None:
+            raise BadInput("private.caption is {text} but the records have none; add a text column to metadata.csv")
+        self.__prompt = sets.train.labels if self.own_texts else _parsed(self.prompts, sets.train)
         self.n_source = (
             "counted in the private set and treated as public" if declared is None else "declared in the recipe"
         )
@@ -51,14 +64,34 @@ class Intake:
             else "declared in the recipe"
         )
 
-    def vault(self, ledger: Ledger, noise: Noise, diagnostics: Path, team: Team = ALONE) -> Vault:
-        return Vault(self.__train, ledger, noise, n=self.n, diagnostics=diagnostics, team=team)
+    def vault(
+        self,
+        ledger: Ledger,
+        noise: Noise,
+        diagnostics: Path,
+        *,
+        space: Space,
+        tokenizer: Tokenizer,
+        featuriser: Featuriser | None = None,
+        team: Team = ALONE,
+    ) -> Vault:
+        """The records behind their mechanisms, with the captions they train under."""
+        texts = self.prompts.captions() if self.__texts is None else self.__texts
+        ids, features = tokenizer.encode(tuple(texts)), None if featuriser is None else featuriser(texts)
+        if self.__texts is None:  # a row a prompt: each record has its own's
+            rows = torch.from_numpy(self.__prompt)
+            ids, features = ids[rows], None if features is None else features[rows]
+        captions = Captions(ids.reshape(-1, tokenizer.length), features)
+        return Vault(
+            self.__train, ledger, noise, n=self.n, diagnostics=diagnostics, team=team, space=space, captions=captions
+        )
 
     def fingerprint(self) -> str:
-        """A hash of the private training records and their classes, to know them again on resume. `private/` only."""
+        """A hash of the private training records, classes and texts, to know them again on resume. `private/` only."""
         digest = hashlib.sha256(repr((self.__train.classes, self.__train.x.shape)).encode())
         digest.update(np.ascontiguousarray(self.__train.x).tobytes())
         digest.update(self.__train.labels.tobytes())
+        digest.update(repr(self.__train.texts).encode())
         return digest.hexdigest()
 
     def refuse_overlap(self, public: Records) -> None:
@@ -88,3 +121,29 @@ class Intake:
     def real_accuracy(self, fit: Fit) -> float:
         """The non-private upper bound: the same probe trained on the private records themselves. `private/` only."""
         return self.accuracy(fit(self.__train.z(), torch.from_numpy(self.__train.labels)))
+
+    def agreement(self, fit: Fit, z: torch.Tensor, values: torch.Tensor, slot: int) -> float:
+        """How often a classifier of one slot, trained on the private records, finds in images what their captions say.
+
+        Without noise: `private/` only.
+        """
+        real = torch.from_numpy(self.prompts.combinations()[self.__prompt][:, slot].astype(np.int64))
+        predict = fit(self.__train.z(), real)
+        hits = [(predict(a).cpu() == b.cpu()).sum() for a, b in zip(z.split(1000), values.split(1000), strict=True)]
+        return float(sum(hits)) / len(z)
+
+
+def _parsed(template: Template, records: Records) -> np.ndarray:
+    """Which of the template's captions each record has: its class's, or, with slots, what its text says."""
+    if len(template.slots) == 1:
+        return records.labels
+    if records.texts is None:
+        raise BadInput("private.caption has slots but the records have no texts; add a text column to metadata.csv")
+    found, classes = [template.index(text) for text in records.texts], template.combinations()[:, 0]
+    for i, (k, label) in enumerate(zip(found, records.labels.tolist(), strict=True)):
+        if k is None or classes[k] != label:
+            raise BadInput(
+                f"the text of private record {i} does not fit private.caption and its slots, or names another class; "
+                "mend it, or set private.caption to {text}"
+            )
+    return np.array(found, dtype=np.int64)

@@ -11,15 +11,20 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
 CLIP_MARGIN = 1 - 1e-12  # for the rounding of a float64 norm
 CHUNK = 4096
+LARGEST = 2**25  # numbers in a chunk's vectors
 
 Vectors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(z (n, d) float64, y (n,)) to one vector a record, (n, width) float64."""
+"""(z (n, d) float64, the records' condition) to one vector a record, (n, width) float64."""
+
+Condition = Literal["class", "caption"]
+"""What a sum sees of a record beside z: its class y, (n,), or the features of its caption e, (n, m) float64."""
 
 
 class Relation(enum.Enum):
@@ -41,6 +46,7 @@ class RowSum:
     bound: float
     blocks: int = 1
     replace_bound: float | None = None
+    condition: Condition = "class"
 
     @property
     def grid(self) -> float:
@@ -80,6 +86,7 @@ class OuterSum:
     width: int
     radius: float
     blocks: int = 1
+    condition: Condition = "class"
 
     grid = 2.0**-30
 
@@ -115,9 +122,10 @@ BoundedSum = RowSum | OuterSum
 
 def _chunks(statistic: BoundedSum, z: torch.Tensor, y: torch.Tensor, bound: float, grid: float):
     """(block, that block's clipped vectors in grid units) over slices of the records."""
-    for start in range(0, len(z), CHUNK):
-        part = y[start : start + CHUNK]
-        rows = clip_to_grid(statistic.vectors(z[start : start + CHUNK].flatten(1).double(), part), bound, grid)
+    size = max(1, min(CHUNK, LARGEST // statistic.width))
+    for start in range(0, len(z), size):
+        part = y[start : start + size]
+        rows = clip_to_grid(statistic.vectors(z[start : start + size].flatten(1).double(), part), bound, grid)
         if statistic.blocks == 1:
             yield 0, rows
             continue

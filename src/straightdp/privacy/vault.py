@@ -20,6 +20,7 @@ import torch
 from straightdp.data.records import Records, to_z
 from straightdp.errors import BadInput, BudgetRefused
 from straightdp.flow.path import Draws
+from straightdp.nets.spaces import Pixels, Space
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.mechanisms import BoundedSum, Relation
 from straightdp.privacy.noise import Noise
@@ -34,27 +35,51 @@ class MicroBatch:
     """A fixed-shape slice of a Poisson batch. Rows with mask 0 are padding and must contribute nothing."""
 
     z: torch.Tensor
-    y: torch.Tensor
+    captions: torch.Tensor  # (n, length) ids
     mask: torch.Tensor
     draws: Draws
 
 
+@dataclass(frozen=True)
+class Captions:
+    """What the records' captions are to the network, (N, length) ids, and to cross moments, (N, m) features."""
+
+    ids: torch.Tensor
+    features: torch.Tensor | None = None
+
+
 class Vault:
-    """Guarantee: every value returned is the output of a mechanism that was declared, certified and recorded."""
+    """Guarantee: every value returned is the output of a mechanism that was declared, certified and recorded.
+
+    `space` says where records lie for the flow; they are brought there after the first mechanism's entry is on disk.
+    Left out, that is their pixels, and their class stands for their caption.
+    """
 
     def __init__(
-        self, records: Records, ledger: Ledger, noise: Noise, *, n: int, diagnostics: Path, team: Team = ALONE
+        self,
+        records: Records,
+        ledger: Ledger,
+        noise: Noise,
+        *,
+        n: int,
+        diagnostics: Path,
+        team: Team = ALONE,
+        space: Space | None = None,
+        captions: Captions | None = None,
     ):
         if len(records) > n:
             raise BadInput(f"{len(records)} private records were found but N = {n} is declared; raise privacy.n")
         self.__records = records
+        self.__space = space or Pixels(records.shape)
         self.__labels = torch.from_numpy(records.labels.astype(np.int64))
+        self.__captions = captions or Captions(self.__labels[:, None])
+        self.__codes: torch.Tensor | None = None
         self.__ledger = ledger
         self.__noise = noise
         self.__diagnostics = diagnostics
         self.__team = team
         self.__resident: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.__norms: list[tuple[int, list[torch.Tensor], float]] = []
+        self.__norms: list[tuple[str, int, list[torch.Tensor], float]] = []
         self.n = n
         self.classes = len(records.classes)
 
@@ -74,7 +99,10 @@ class Vault:
             for group, (size, relative) in statistic.noise_shape().items()
         }
         self.__ledger.spend(id)
-        exact = statistic.exact(self.__records.z(), self.__labels)
+        given = self.__labels if statistic.condition == "class" else self.__captions.features
+        if given is None:
+            raise BudgetRefused(f"{id} asks for features of captions, which these records have none of")
+        exact = statistic.exact(self.__z(), given)
         self.__noise.bind(id, b"".join(exact[group].tobytes() for group in sorted(exact)))
         return statistic.assemble({group: exact[group] + noise[group] for group in exact})
 
@@ -93,14 +121,14 @@ class Vault:
         clip: float,
         micro_batch: int,
         device: torch.device,
-        diagnostics_every: int = 50,
+        diagnostics_due: bool = True,
     ) -> torch.Tensor:
         """One DP-SGD step's gradient as one vector: (sum of clipped gradients + sigma C noise) / (q N), N declared.
 
         An empty Poisson batch gives pure noise. The draws of t and xi come from the secret key: were they known,
         a record's place in the batch would matter to its neighbours. In a team, each process samples its own share of
         the records (every size-th), the leader adds the shares up and noises the sum, once. What is known without noise
-        is written down every `diagnostics_every` steps: asking the device for it sooner would make it wait.
+        is written down when `diagnostics_due` says so: asking the device for it at every step would make it wait.
         """
         part = self.__declared(id, "poisson_gaussian")
         if part.q is None:
@@ -121,8 +149,7 @@ class Vault:
             norms.append(result.norms[: len(chosen)].float().clone())
             total = result.total.clone() if total is None else total.add_(result.total)
         assert total is not None
-        due = (step + 1) % diagnostics_every == 0 or step == part.count - 1
-        self.__keep_diagnostics(step, norms, clip, due=due)
+        self.__keep_diagnostics(id, step, norms, clip, due=diagnostics_due)
         total = self.__team.summed(total)
         if self.__team.leads:
             total += self.__noise.normal(f"{id}/noise", step, len(total), total.device) * (part.sigma * clip)
@@ -138,17 +165,27 @@ class Vault:
         rows = members[padded] if len(members) else padded
         mask = torch.zeros(size)
         mask[: len(places)] = 1
-        x, labels = self.__on(device)
+        x, captions = self.__on(device)
         index = torch.from_numpy(rows).to(device, non_blocking=True)
         draws = self.__noise.draws(f"{id}/draws", step, padded, device)
-        return MicroBatch(to_z(x[index]), labels[index], mask.to(device, non_blocking=True), draws)
+        return MicroBatch(to_z(x[index]), captions[index], mask.to(device, non_blocking=True), draws)
+
+    def __z(self) -> torch.Tensor:
+        """All records where the flow lives, made once."""
+        if isinstance(self.__space, Pixels):
+            return self.__records.z()
+        if self.__codes is None:
+            self.__codes = self.__space.encode(self.__records.z())
+        return self.__codes
 
     def __on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Records and labels on the device, where they stay. An empty set has one row of zeros, for padding."""
+        """Records and captions on the device, where they stay. An empty set has one row of zeros, for padding."""
         if device not in self.__resident:
-            x = self.__records.x if len(self.__records) else np.zeros((1, *self.__records.shape), np.uint8)
-            labels = self.__labels if len(self.__records) else torch.zeros(1, dtype=torch.int64)
-            self.__resident[device] = torch.from_numpy(x).to(device), labels.to(device)
+            x = torch.from_numpy(self.__records.x) if isinstance(self.__space, Pixels) else self.__z()
+            ids = self.__captions.ids
+            if not len(x):
+                x, ids = torch.zeros(1, *self.__space.shape), ids.new_zeros(1, ids.shape[1])
+            self.__resident[device] = x.to(device), ids.to(device)
         return self.__resident[device]
 
     def __declared(self, id: str, kind: str):
@@ -157,16 +194,16 @@ class Vault:
             raise BudgetRefused(f"mechanism {id!r} ({kind}) was not declared before the first private read")
         return part
 
-    def __keep_diagnostics(self, step: int, norms: list[torch.Tensor], clip: float, *, due: bool) -> None:
+    def __keep_diagnostics(self, id: str, step: int, norms: list[torch.Tensor], clip: float, *, due: bool) -> None:
         """Per-record norms wait on the device and are written down together, when due."""
-        self.__norms.append((step, norms, clip))
+        self.__norms.append((id, step, norms, clip))
         if not due:
             return
-        shares = self.__team.gathered([torch.cat(values).cpu() for _, values, _ in self.__norms])
+        shares = self.__team.gathered([torch.cat(values).cpu() for _, _, values, _ in self.__norms])
         if self.__team.leads:
             with open(self.__diagnostics, "a", encoding="utf-8") as file:
-                for (k, _, c), *values in zip(self.__norms, *shares, strict=True):
-                    file.write(json.dumps(_summary(k, torch.cat(values), c)) + "\n")
+                for (name, k, _, c), *values in zip(self.__norms, *shares, strict=True):
+                    file.write(json.dumps({"id": name, **_summary(k, torch.cat(values), c)}) + "\n")
         self.__norms = []
 
 

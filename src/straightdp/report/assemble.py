@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import torch
 
 from straightdp import __version__
 from straightdp.data import synthetic
@@ -27,7 +26,7 @@ from straightdp.report.facts import (
     Score,
 )
 from straightdp.report.page import render
-from straightdp.stages import Inputs
+from straightdp.stages.inputs import Inputs
 
 PICTURES = 10
 TIMED = (
@@ -125,8 +124,8 @@ def _gradient_norms(folder: RunFolder) -> dict[str, list[float]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue  # a line that a crash cut off; its step was repeated
-        rows[row["step"]] = row
-    steps = [rows[step] for step in sorted(rows)]
+        rows[row["step"], row["id"]] = row
+    steps = [rows[at] | {"step": k} for k, at in enumerate(sorted(rows))]  # time buckets take turns
     return {key: [np.nan if row[key] is None else row[key] for row in steps] for key in GRADIENT_KEYS} if steps else {}
 
 
@@ -149,9 +148,9 @@ def _public_pictures(inputs: Inputs) -> tuple[ClassPictures, ...]:
 def _moment_pictures(inputs: Inputs) -> tuple[ClassPictures, ...]:
     if not inputs.folder.moments.exists():
         return ()
-    mu = MomentModel.load(inputs.folder.moments).mu.reshape(-1, *inputs.public.shape)
-    names = inputs.conditioning.classes
-    return _by_class(to_pixels(mu), torch.arange(len(mu)).numpy(), names)
+    mu = MomentModel.load(inputs.folder.moments).mu.reshape(-1, *inputs.space.shape)
+    conditioning = inputs.conditioning
+    return _by_class(to_pixels(inputs.space.decode(mu)), np.array(conditioning.labels), conditioning.classes)
 
 
 def _files(folder: RunFolder) -> tuple[tuple[str, int, str], ...]:

@@ -1,0 +1,127 @@
+"""What the stages share: their inputs, and how a network is fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from straightdp.compiled import Compiled, half
+from straightdp.data.records import Records
+from straightdp.flow.fit import StepGradients, fit, step_generator, trainable
+from straightdp.flow.loss import squared_error
+from straightdp.folder import RunFolder
+from straightdp.generator import Conditioning
+from straightdp.moments.release import release_parts
+from straightdp.moments.text import Featuriser, featuriser
+from straightdp.nets.mmdit import MMDiT
+from straightdp.nets.spaces import Pixels, Space
+from straightdp.privacy.intake import Intake
+from straightdp.progress import tracker
+from straightdp.recipe import Recipe
+from straightdp.team import ALONE, Team
+
+
+@dataclass
+class Inputs:
+    """What every stage may use. Private records are behind `intake` and `vault`, which give out none."""
+
+    recipe: Recipe
+    folder: RunFolder
+    device: torch.device
+    public: Records
+    public_ids: Tensor  # (N, length), the public records' captions
+    conditioning: Conditioning
+    intake: Intake
+    team: Team = ALONE
+    space: Space = field(init=False)
+    _public_z: Tensor | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.space = Pixels(self.public.shape)
+        self.public_ids = self.public_ids.to(self.device)
+
+    def enter(self, space: Space) -> None:
+        """From here on the flow lives there."""
+        self.space, self._public_z = space, None
+
+    @property
+    def public_z(self) -> Tensor:
+        """Public records where the flow lives, on the device, kept there."""
+        if self._public_z is None:
+            self._public_z = self.space.encode(self.public.z()).to(self.device)
+        return self._public_z
+
+    @property
+    def public_labels(self) -> Tensor:
+        """Classes that public records have, as 0, 1, ... on the CPU."""
+        return torch.from_numpy(self.public.labels).unique(return_inverse=True)[1]
+
+    def featuriser(self) -> Featuriser | None:
+        """What captions are to cross moments, if the release takes any."""
+        section = self.recipe.release
+        if section.condition == "class" or not release_parts(self.recipe):
+            return None
+        return featuriser(
+            section.condition, self.intake.prompts, self.conditioning.tokenizer, self.recipe.net.caption_width
+        )
+
+    def new_net(self) -> MMDiT:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.run.seed)
+            return MMDiT(self.recipe.net, self.space.shape).to(self.device)
+
+    def load_net(self, path: Path) -> MMDiT:
+        from safetensors.torch import load_file
+
+        net = self.new_net()
+        net.load_state_dict(load_file(path))
+        return net
+
+    @property
+    def compile(self) -> bool:
+        choice = self.recipe.run.compile
+        return self.device.type == "cuda" if choice == "auto" else choice == "on"
+
+
+def save_net(net: nn.Module, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(net.state_dict(), path)
+
+
+MakeBatch = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""Public randomness to (x_t, t, captions, target velocity)."""
+
+
+def fit_velocity(inputs: Inputs, net: MMDiT, batch: MakeBatch, name: str, section) -> None:
+    """Regress the network on the batches' velocities."""
+    parameters, network = trainable(net), half(net)
+
+    def loss_gradient(x: Tensor, t: Tensor, captions: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(squared_error(network(x, t, captions), target).mean(), parameters)
+
+    compiled = Compiled(loss_gradient, enabled=inputs.compile)
+
+    def gradients(step: int) -> None:
+        generator = step_generator(inputs.recipe.run.seed, name, step, inputs.device)
+        for parameter, gradient in zip(parameters, compiled(*batch(generator)), strict=True):
+            parameter.grad = gradient
+
+    follow_gradients(inputs, net, gradients, name, section, ema=section.ema)
+
+
+def follow_gradients(inputs: Inputs, net: nn.Module, gradients: StepGradients, name: str, section, ema: float) -> None:
+    fit(
+        net,
+        gradients,
+        steps=section.steps,
+        lr=section.lr,
+        ema=ema,
+        checkpoint=inputs.folder.checkpoints / f"{name}.pt",
+        every=max(50, section.steps // 20),
+        track=tracker(name),
+    )

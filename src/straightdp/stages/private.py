@@ -1,0 +1,105 @@
+"""Stages that spend the budget, and what lies between them: release, distill, plan, DP-SGD."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from straightdp.dpsgd.clipping import ClippingEngine
+from straightdp.dpsgd.planner import start_of_times
+from straightdp.dpsgd.trainer import Bucket, draw, made_up, public_clip, record_losses, train
+from straightdp.files import file_hash, write_text
+from straightdp.flow.fit import step_generator
+from straightdp.flow.path import TorchDraws
+from straightdp.generator import Generator
+from straightdp.moments.basis import Basis
+from straightdp.moments.distill import distill_batch
+from straightdp.moments.field import MomentModel
+from straightdp.moments.release import Prompts, run_release
+from straightdp.moments.text import TextBasis
+from straightdp.nets.mmdit import MMDiT
+from straightdp.privacy.ledger import Ledger
+from straightdp.privacy.vault import Vault
+from straightdp.privacy.workload import bucket_id
+from straightdp.progress import quiet, say, tracker
+from straightdp.stages.inputs import Inputs, fit_velocity, save_net
+from straightdp.stages.public import load_shape, settled_sample
+
+
+def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Path) -> None:
+    """Stage 1: the declared moment mechanisms, once each."""
+    stds = {part.id: part.sigma * part.sensitivity for part in ledger.declared.values()}
+    prompts = None
+    if (features_of := inputs.featuriser()) is not None:
+        features = features_of(inputs.conditioning.captions)
+        prompts = Prompts(features, TextBasis.fit(features, inputs.recipe.release))
+    run_release(inputs.recipe, basis, vault, stds, prompts).save(out)
+
+
+def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: Path) -> None:
+    """The released analytic field into the pretrained weights."""
+    section, device = inputs.recipe.distill, inputs.device
+    net, moments = inputs.load_net(start), moments.to(device)
+    ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)
+
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return distill_batch(moments, inputs.public_z, ids, null, section, tau, generator)
+
+    fit_velocity(inputs, net, batch, "distill", section)
+    save_net(net, out)
+
+
+def plan(inputs: Inputs, start: Path, tau: float, out: Path) -> None:
+    """The clip and the time range of DP-SGD, from public records and released weights alone."""
+    section, device = inputs.recipe.dpsgd, inputs.device
+    t_min = start_of_times(inputs.recipe, tau)
+    generator = step_generator(inputs.recipe.run.seed, "plan", 0, device)
+    rows = torch.randperm(len(inputs.public), generator=torch.Generator().manual_seed(0))[:256]
+    ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)
+    captions = ids[torch.randint(len(ids), (len(rows),), generator=generator, device=device)]
+    net = inputs.load_net(start)
+    engine = ClippingEngine(net, record_losses(net), clip=1.0)
+    whole = Bucket(t_min, 1.0)
+    covered = engine.preflight(made_up(net, null, section, whole))
+    kinds = Counter(found.kind for found in covered)
+    say(f"plan: clipped exactly: {', '.join(f'{n} {kind}' for kind, n in kinds.items())} parameters, all that train")
+    draws = TorchDraws(generator)
+    batches = [
+        draw(z, c, null, section, whole, draws)
+        for z, c in zip(inputs.public_z[rows.to(device)].split(64), captions.split(64), strict=True)
+    ]
+    clip = public_clip(engine, batches, section)
+    write_text(out, json.dumps({"clip": clip, "t_min": t_min, "shape": load_shape(inputs)}))
+
+
+def dpsgd(inputs: Inputs, start: Path, vault: Vault, moments: MomentModel | None) -> None:
+    """Stage 2: the declared steps, if there are any; then the generator is written to `release/`."""
+    net = private_steps(inputs, start, vault) if inputs.recipe.dpsgd.steps else inputs.load_net(start)
+    generator = Generator(net, inputs.conditioning, moments, settled_sample(inputs), inputs.space)
+    generator.save(inputs.folder.model, inputs.folder.model_card)
+
+
+def private_steps(inputs: Inputs, start: Path, vault: Vault) -> MMDiT:
+    """DP-SGD from the weights in `start`, by every process of the team."""
+    net, chosen = inputs.load_net(start), json.loads(inputs.folder.plan.read_text())
+    shape = tuple(chosen["shape"])
+    for k in range(len(shape)):  # a device has draws of its own
+        vault.bind(bucket_id(k, len(shape)), f"{file_hash(start)}|{chosen}|{inputs.device.type}")
+    train(
+        net,
+        vault,
+        inputs.conditioning.null(inputs.device),
+        inputs.recipe.dpsgd,
+        clip=chosen["clip"],
+        t_min=chosen["t_min"],
+        shape=shape,
+        compile=inputs.compile,
+        checkpoint=inputs.folder.checkpoints / "dpsgd.pt",
+        team=inputs.team,
+        track=tracker("dpsgd") if inputs.team.leads else quiet,
+    )
+    return net

@@ -1,0 +1,179 @@
+"""Stages that see public records alone: the space, the network before private training, every calibration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from straightdp.compiled import Compiled
+from straightdp.dpsgd import planner
+from straightdp.dpsgd.planner import planned
+from straightdp.files import write_text
+from straightdp.flow.fit import step_generator, trainable
+from straightdp.flow.path import interpolate, noise_like, uniform_times, velocity
+from straightdp.moments.basis import Basis, fit_basis
+from straightdp.moments.field import MomentModel
+from straightdp.moments.horizon import Horizon, horizon, public_moments
+from straightdp.moments.plateau import plateau
+from straightdp.moments.release import release_parts
+from straightdp.nets.autoencoder import Autoencoder
+from straightdp.nets.spaces import Codes
+from straightdp.privacy.workload import UNIFORM, Shape
+from straightdp.progress import say
+from straightdp.recipe import Sample
+from straightdp.stages.inputs import Inputs, fit_velocity, follow_gradients, save_net
+
+
+def autoencode(inputs: Inputs, out: Path) -> None:
+    """The public autoencoder, for a latent run; frozen from here on."""
+    section, device = inputs.recipe.latent, inputs.device
+    x = inputs.public.z().to(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(inputs.recipe.run.seed)
+        net = Autoencoder(section, inputs.public.shape).to(device)
+    parameters = trainable(net)
+    compiled = Compiled(lambda x, noise: torch.autograd.grad(net.loss(x, noise), parameters), enabled=inputs.compile)
+
+    def gradients(step: int) -> None:
+        generator = step_generator(inputs.recipe.run.seed, "autoencode", step, device)
+        rows = torch.randint(len(x), (section.batch,), generator=generator, device=device)
+        noise = torch.randn(section.batch, *net.shape, generator=generator, device=device)
+        for parameter, gradient in zip(parameters, compiled(x[rows], noise), strict=True):
+            parameter.grad = gradient
+
+    follow_gradients(inputs, net, gradients, "autoencode", section, ema=0.99)
+    net.settle(x)
+    save_net(net, out)
+
+
+def enter_codes(inputs: Inputs) -> None:
+    """Work in the code of the autoencoder that was trained, if the recipe asks for one."""
+    if inputs.recipe.latent.d is None:
+        return
+    from safetensors.torch import load_file
+
+    net = Autoencoder(inputs.recipe.latent, inputs.public.shape)
+    net.load_state_dict(load_file(inputs.folder.autoencoder))
+    inputs.enter(Codes(net, inputs.device))
+
+
+def pretrain(inputs: Inputs, out: Path) -> None:
+    """Flow matching, equation (1), on public images under captions of their own."""
+    section, device = inputs.recipe.pretrain, inputs.device
+    net, z, ids = inputs.new_net(), inputs.public_z, inputs.public_ids
+    net.constrained = not inputs.recipe.net.post_hoc
+    null = inputs.conditioning.null(device)
+
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows = torch.randint(len(z), (section.batch,), generator=generator, device=device)
+        t = uniform_times(section.batch, 0.0, 1.0, generator, device)
+        xi = noise_like(z[rows], generator)
+        dropped = torch.rand(section.batch, generator=generator, device=device) < section.p_uncond
+        captions = torch.where(dropped[:, None], null, ids[rows])
+        return interpolate(z[rows], xi, t), t, captions, velocity(z[rows], xi)
+
+    fit_velocity(inputs, net, batch, "pretrain", section)
+    save_net(net, out)
+
+
+def calibrate(inputs: Inputs, out: Path) -> None:
+    """Every public calibration of the release: PCA basis, radii, and the horizon tau."""
+    from safetensors.torch import save_file
+
+    recipe = inputs.recipe
+    z = inputs.public_z.cpu()
+    basis = fit_basis(z, inputs.public_labels, recipe.release, inputs.space.bound)
+    numbers = {k: repr(getattr(basis, k)) for k in RADII}
+    tau = recipe.distill.tau
+    if not release_parts(recipe) or recipe.distill.steps == 0:
+        tau = 0.0  # nothing is distilled, so the moments lead nowhere
+    elif tau == "knee":
+        found = _horizon(inputs, basis)
+        tau = found.tau
+        write_text(inputs.folder.horizon, json.dumps({"knee": found.knee, "tau": found.tau} | found.curves()))
+        say(
+            f"calibrate: tau = {found.tau:.3f} (knee at {found.knee:.3f}); up to it the fields' cosine is at least "
+            f"{float(found.worst_class[found.times <= found.tau].min()):.3f} in the worst class; drift bound "
+            f"{found.drift:.3g} with the largest gap and slope seen ({found.lipschitz:.3g})"
+        )
+    save_file({"mean": basis.mean, "P": basis.P}, out, metadata=numbers | {"tau": repr(tau)})
+
+
+def _public_model(inputs: Inputs, basis: Basis) -> MomentModel:
+    z, labels = inputs.public_z.cpu(), inputs.public_labels
+    return public_moments(z, labels, basis, inputs.recipe.release).to(inputs.device)
+
+
+def _horizon(inputs: Inputs, basis: Basis) -> Horizon:
+    generator = step_generator(inputs.recipe.run.seed, "horizon", 0, inputs.device)
+    model, y = _public_model(inputs, basis), inputs.public_labels.to(inputs.device)
+    return horizon(model, inputs.public_z, y, generator, cap=inputs.recipe.distill.tau_cap)
+
+
+def allocate(inputs: Inputs, basis: Basis, tau: float, out: Path) -> None:
+    """The planner's choice among its candidates, from public records alone."""
+    recipe, device = inputs.recipe, inputs.device
+    generator = step_generator(recipe.run.seed, "allocate", 0, device)
+    found = planned(
+        recipe, _public_model(inputs, basis), inputs.public_z, inputs.public_labels.to(device), tau, generator
+    )
+    say("allocate: candidates for DP-SGD's time buckets\n" + planner.describe(found))
+    body = {"shape": planner.best(found).shape, "candidates": [candidate.to_json() for candidate in found]}
+    write_text(out, json.dumps(body, indent=1))
+
+
+def load_shape(inputs: Inputs) -> Shape:
+    return (
+        tuple(json.loads(inputs.folder.allocation.read_text())["shape"])
+        if inputs.folder.allocation.exists()
+        else UNIFORM
+    )
+
+
+RADII = ("radius", "residual_radius", "widest_residual", "image_radius")
+
+
+def load_basis(path: Path) -> Basis:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        radii = {k: float(file.metadata()[k]) for k in RADII}
+        return Basis(file.get_tensor("mean"), file.get_tensor("P"), **radii)
+
+
+def load_tau(path: Path) -> float:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return float(file.metadata()["tau"])
+
+
+def settled_sample(inputs: Inputs) -> Sample:
+    """How to draw, with t0 a number: where the recipe says plateau, the pretrained net shows it on public records."""
+    section, folder = inputs.recipe.sample, inputs.folder
+    if section.t0 != "plateau":
+        return section
+    if section.port != "guide":
+        return section.model_copy(update={"t0": Sample().t0})
+    if not folder.plateau.exists():
+        basis = load_basis(folder.calibration)
+        net = inputs.load_net(folder.checkpoints / "pretrained.safetensors").eval()
+        found = plateau(
+            net,
+            _public_model(inputs, basis),
+            basis,
+            inputs.public_z,
+            inputs.public_labels.to(inputs.device),
+            inputs.public_ids,
+            inputs.conditioning.null(inputs.device),
+            section,
+            step_generator(inputs.recipe.run.seed, "plateau", 0, inputs.device),
+        )
+        write_text(folder.plateau, json.dumps({"t0": found.t0, "times": found.times, "distances": found.distances}))
+        say(
+            f"sample: t0 = {found.t0:g}, the latest that keeps the public pictures' distance within a tenth of t0 = 0's"
+        )
+    return section.model_copy(update={"t0": json.loads(folder.plateau.read_text())["t0"]})
