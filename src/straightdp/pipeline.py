@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from straightdp import __version__
+from straightdp.cache import shared
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load as load_records
 from straightdp.errors import BadInput, BudgetRefused
@@ -100,9 +102,9 @@ def _spend(inputs: Inputs) -> None:
         say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
 
     if recipe.latent.d is not None:
-        stage("autoencode", [folder.autoencoder], lambda: prepare.autoencode(inputs, folder.autoencoder))
+        stage("autoencode", [folder.autoencoder], lambda: _shared(inputs, "autoencode", folder.autoencoder))
         prepare.enter_codes(inputs)
-    stage("pretrain", [pretrained], lambda: prepare.pretrain(inputs, pretrained))
+    stage("pretrain", [pretrained], lambda: _shared(inputs, "pretrain", pretrained))
     stage("calibrate", [folder.calibration], lambda: prepare.calibrate(inputs, folder.calibration))
     basis, tau = prepare.load_basis(folder.calibration), prepare.load_tau(folder.calibration)
     if recipe.dpsgd.plan == "tha" and recipe.dpsgd.steps:
@@ -128,6 +130,17 @@ def _spend(inputs: Inputs) -> None:
     if not ledger.closed:
         released = [path for path in (folder.moments, folder.model, folder.model_card) if path.exists()]
         ledger.close({path.name: file_hash(path) for path in released})
+
+
+def _shared(inputs: Inputs, name: str, out: Path) -> None:
+    """A stage that hangs on public records and few settings, so that runs may share it."""
+    recipe, work = inputs.recipe, {"autoencode": prepare.autoencode, "pretrain": prepare.pretrain}[name]
+    sections = {"autoencode": ("latent",), "pretrain": ("latent", "net", "pretrain")}[name]
+    settings = {part: getattr(recipe, part).model_dump(mode="json") for part in sections} | {"seed": recipe.run.seed}
+    captions = inputs.public_ids.cpu().numpy().tobytes()
+    records = hashlib.sha256(np.ascontiguousarray(inputs.public.x).tobytes() + captions).hexdigest()
+    key = _key(__version__, json.dumps(settings, sort_keys=True), records)
+    shared(name, key, out, lambda: work(inputs, out))
 
 
 def _use(inputs: Inputs) -> None:

@@ -47,7 +47,7 @@ def edges(t_min: float, buckets: int) -> list[float]:
 
 def profile(model: MomentModel, ends: Sequence[float]) -> list[float]:
     """w(t) sqrt(V(t)) / (1 - t) at the middle of each bucket; w = 1, as times are drawn uniformly."""
-    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(ends)])
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(ends)], device=model.mu.device)
     return (model.posterior_trace(middles).sqrt() / (1 - middles)).tolist()
 
 

@@ -41,7 +41,8 @@ class Horizon:
         field-error propagation), for flows from one start, with the largest L and delta seen on public records."""
         s = np.append(self.times[self.times < self.tau].numpy(), self.tau)
         delta = np.interp(s, self.times.numpy(), self.discrepancy.numpy())
-        return float(trapezoid(np.exp(self.lipschitz * (self.tau - s)) * delta, s))
+        with np.errstate(over="ignore"):  # a steep field's bound may be infinite
+            return float(trapezoid(np.exp(self.lipschitz * (self.tau - s)) * delta, s))
 
     def curves(self) -> dict[str, list[float]]:
         """What Figure 2 (a) plots, one number a time, and the gap between the fields, as plain lists."""

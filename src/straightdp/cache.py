@@ -1,0 +1,30 @@
+"""What is learned from public records alone can be shared between runs: it is made once and copied from then on.
+
+Off unless $STRAIGHTDP_CACHE names a folder. Nothing that saw a private record comes here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from straightdp.files import write_durably
+
+
+def shared(name: str, key: str, out: Path, work: Callable[[], None]) -> None:
+    """Leave at `out` what `work` would write there. Of several runs that want it at once, one works and others wait."""
+    root = os.environ.get("STRAIGHTDP_CACHE")
+    if not root:
+        work()
+        return
+    place = Path(root) / f"{name}-{key}{out.suffix}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with open(place.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.exists():
+            write_durably(out, place.read_bytes())
+        else:
+            work()
+            write_durably(place, out.read_bytes())
