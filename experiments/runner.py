@@ -1,7 +1,7 @@
 """Run many recipes side by side on one machine and gather what each measured.
 
 A job is a recipe and settings. Each runs in a process of its own, with its own pinned noise key (an experiment, not a
-release); public stages are shared. What is done is written down at once, so that a run that is cut goes on where it was.
+release); public stages are shared. What is done is written down at once, so that a sitting that is cut loses little.
 """
 
 from __future__ import annotations

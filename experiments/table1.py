@@ -60,7 +60,10 @@ def name(space: str, row: str, epsilon: float) -> str:
 
 
 def show(results: dict) -> str:
-    lines = ["| space | row | " + " | ".join(f"ε = {e:g}: ours (paper)" for e in (0.3, 1, 3)) + " |", "|---|---|---|---|---|"]
+    lines = [
+        "| space | row | " + " | ".join(f"ε = {e:g}: ours (paper)" for e in (0.3, 1, 3)) + " |",
+        "|---|---|---|---|---|",
+    ]
     for space, rows in PAPER.items():
         for row, figures in rows.items():
             cells = []

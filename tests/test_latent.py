@@ -157,6 +157,18 @@ def test_a_decoded_code_has_the_images_shape_and_range(side, channels):
         assert bool((found.abs() <= 1).all())
 
 
+def test_inside_the_ball_decoding_undoes_the_standardisation():
+    """The picture is what the unsettled net makes of its own code, whatever mean, scale and radius were taken."""
+    x = pictures(60, RGB, seed=1)
+    net = new_net(RGB, gain=2.0, radius_quantile=1.0)
+    with torch.no_grad():
+        expected = net.from_raw(net.raw_code(x)).clamp(-1, 1)
+    net.settle(x)
+    space = Codes(net, CPU)
+    torch.testing.assert_close(space.decode(space.encode(x)), expected, rtol=0, atol=1e-3)
+    assert float(expected.std(dim=0).mean()) > 0.1  # the pictures differ
+
+
 # the radius
 
 
@@ -723,7 +735,8 @@ def test_a_finished_run_can_be_evaluated_again_and_resampled_in_another_number(f
 
 
 @pytest.mark.pipeline
-def test_a_run_killed_while_the_autoencoder_trains_ends_like_one_left_alone(recipe_file, tmp_path):
+def test_a_run_killed_while_the_autoencoder_trains_ends_like_one_left_alone(recipe_file, tmp_path, monkeypatch):
+    """And goes on from where it was."""
     more = ("latent.steps=500",)
     killed = RunFolder(tmp_path / "killed")
     arguments = [word for setting in (*SHORT, *LATENT, *more) for word in ("--set", setting)]
@@ -741,7 +754,10 @@ def test_a_run_killed_while_the_autoencoder_trains_ends_like_one_left_alone(reci
     assert (killed.checkpoints / "autoencode.pt").exists()
     assert not killed.ledger.exists()
     calm = pipeline.run(recipe.load(recipe_file, (*SHORT, *LATENT, *more)), tmp_path / "calm")
+    steps, loss = [], Autoencoder.loss
+    monkeypatch.setattr(Autoencoder, "loss", lambda *given: steps.append(1) or loss(*given))
     resumed(killed.root, recipe_file, *more)
+    assert 0 < len(steps) <= 450
     assert file_hash(killed.autoencoder) == file_hash(calm.autoencoder)
     for name in RELEASED:
         assert file_hash(killed.release / name) == file_hash(calm.release / name), name

@@ -10,7 +10,20 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from straightdp.errors import BadInput
 from straightdp.files import write_durably
+
+
+def check() -> None:
+    """Refuse a cache that cannot be one, before anything is done."""
+    if root := os.environ.get("STRAIGHTDP_CACHE"):
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            usable = os.access(root, os.W_OK | os.X_OK)
+        except OSError:
+            usable = False
+        if not usable:
+            raise BadInput(f"STRAIGHTDP_CACHE names {root}, which is no folder to write to; name another, or unset it")
 
 
 def shared(name: str, key: str, out: Path, work: Callable[[], None]) -> None:
@@ -20,7 +33,6 @@ def shared(name: str, key: str, out: Path, work: Callable[[], None]) -> None:
         work()
         return
     place = Path(root) / f"{name}-{key}{out.suffix}"
-    place.parent.mkdir(parents=True, exist_ok=True)
     with open(place.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if place.exists():

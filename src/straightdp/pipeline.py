@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from straightdp import __version__
+from straightdp import __version__, cache
 from straightdp.cache import shared
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load as load_records
@@ -20,6 +20,7 @@ from straightdp.generator import Conditioning
 from straightdp.moments.basis import check_features
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import release_parts
+from straightdp.moments.text import featuriser
 from straightdp.nets.autoencoder import code_shape
 from straightdp.nets.captions import Tokenizer
 from straightdp.privacy.intake import Intake
@@ -54,6 +55,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder | None:
 
 def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *, resume: bool) -> RunFolder:
     folder.check(recipe, resume=resume)
+    cache.check()
     certify(recipe, release_parts(recipe))  # what cannot be afforded is refused before private files are opened
     inputs = gather(recipe, folder, device, team)
     with folder.lock():
@@ -96,7 +98,7 @@ def _spend(inputs: Inputs) -> None:
     folder, recipe = inputs.folder, inputs.recipe
     pretrained = folder.checkpoints / "pretrained.safetensors"
     distilled = folder.checkpoints / "distilled.safetensors"
-    key = _key(recipe.digest(), hashlib.sha256(np.ascontiguousarray(inputs.public.x).tobytes()).hexdigest())
+    key = _key(recipe.digest(), _public_hash(inputs), *inputs.conditioning.tokenizer.words)
 
     def stage(name: str, outputs: list[Path], work) -> None:
         say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
@@ -137,10 +139,18 @@ def _shared(inputs: Inputs, name: str, out: Path) -> None:
     recipe, work = inputs.recipe, {"autoencode": prepare.autoencode, "pretrain": prepare.pretrain}[name]
     sections = {"autoencode": ("latent",), "pretrain": ("latent", "net", "pretrain")}[name]
     settings = {part: getattr(recipe, part).model_dump(mode="json") for part in sections} | {"seed": recipe.run.seed}
-    captions = inputs.public_ids.cpu().numpy().tobytes()
-    records = hashlib.sha256(np.ascontiguousarray(inputs.public.x).tobytes() + captions).hexdigest()
-    key = _key(__version__, json.dumps(settings, sort_keys=True), records)
+    codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
+    key = _key(__version__, json.dumps(settings, sort_keys=True), _public_hash(inputs), codes)
     shared(name, key, out, lambda: work(inputs, out))
+
+
+def _public_hash(inputs: Inputs) -> str:
+    """Of all public records: what they show, their classes and their captions as the network sees them."""
+    public = inputs.public
+    digest = hashlib.sha256(repr((public.x.shape, public.x.dtype.str, public.classes)).encode())
+    for part in (public.x, public.labels, inputs.public_ids.cpu().numpy()):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()
 
 
 def _use(inputs: Inputs) -> None:
@@ -207,7 +217,10 @@ def gather(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team =
     conditioning = Conditioning(intake.classes, captions, tokenizer, labels)
     if not own:
         public_ids = public_ids[torch.from_numpy(public.labels)]
-    return Inputs(recipe, folder, device, public, public_ids, conditioning, intake, team)
+    features_of = None
+    if recipe.release.condition != "class" and release_parts(recipe):
+        features_of = featuriser(recipe.release.condition, intake.prompts, tokenizer, recipe.net.caption_width)
+    return Inputs(recipe, folder, device, public, public_ids, conditioning, intake, features_of, team)
 
 
 def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
@@ -239,7 +252,7 @@ def _vault(inputs: Inputs, ledger: Ledger, noise: Noise) -> Vault:
         inputs.folder.diagnostics,
         space=inputs.space,
         tokenizer=inputs.conditioning.tokenizer,
-        featuriser=inputs.featuriser(),
+        featuriser=inputs.featuriser,
         team=inputs.team,
     )
 

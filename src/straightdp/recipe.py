@@ -87,7 +87,7 @@ class Latent(Section):
     )
     width: Count = 32
     steps: Steps = 4_000
-    batch: Count = 256
+    batch: Annotated[int, Field(ge=2)] = 256
     lr: Rate = 1e-3
     radius_quantile: Fraction = Field(
         default=0.99, description="R: this quantile of the public codes' norms; every code is brought within it"
@@ -256,6 +256,8 @@ class Recipe(Section):
             raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
         if self.release.weight == 0 and self.release.sigma is None and self.sample.port != "weights":
             raise ValueError(f"sample.port = {self.sample.port!r} needs a release: give release.weight")
+        if self.private.slots and self.private.caption == OWN_TEXT:
+            raise ValueError("private.slots has no use when captions are the records' own texts: leave it out")
         if self.release.condition == "slots" and self.private.caption == OWN_TEXT:
             raise ValueError("release.condition = 'slots' needs a caption template; take 'pooled' for free texts")
         if self.dpsgd.steps and self.dpsgd.weight == 0 and self.dpsgd.sigma is None:
@@ -303,7 +305,9 @@ def parse(tree: dict[str, Any]) -> Recipe:
     except ValidationError as error:
         first = next((e for e in error.errors() if e["type"] != "string_type"), error.errors()[0])
         where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
-        raise BadInput(f"recipe value {where or 'tree'} = {first['input']!r} is not allowed: {first['msg']}") from None
+        if not where:  # about several values: the message names them
+            raise BadInput(f"recipe is not allowed: {first['msg']}") from None
+        raise BadInput(f"recipe value {where} = {first['input']!r} is not allowed: {first['msg']}") from None
 
 
 def _apply(tree: dict[str, Any], setting: str) -> None:

@@ -164,8 +164,8 @@ class ClippingEngine:
             gap = float((mine.detach() - other).abs() / losses.abs().max())
             if not gap <= slack * close.relative:
                 raise BadInput(
-                    f"a record's loss changes (by {gap:.2g} of the largest) with the other records of its batch, or from "
-                    "call to call (batch normalisation, dropout?): use layer or group normalisation, and eval()"
+                    f"a record's loss changes (by {gap:.2g} of the largest) with the other records of its batch, or "
+                    "from call to call (batch normalisation, dropout?): use layer or group normalisation, and eval()"
                 )
         expected = torch.autograd.grad(mine, self.parameters(), allow_unused=True)
         only = torch.zeros(len(losses), device=losses.device)

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from straightdp.errors import BadInput
+
 StepGradients = Callable[[int], None]
 """Fills `.grad` of every trainable parameter for step k."""
 
@@ -55,11 +57,20 @@ def fit(
         decay = min(ema, (1 + step) / (10 + step))  # a short run is not dominated by its start
         with torch.no_grad():
             torch._foreach_lerp_(average, parameters, 1 - decay)  # type: ignore
-        if writes and (step + 1) % every == 0 and step + 1 < steps:
+        last = step + 1 == steps
+        if last or (step + 1) % every == 0:
+            _refuse_divergence(average, step + 1)
+        if writes and not last and (step + 1) % every == 0:
             _save(checkpoint, step + 1, parameters, average, optimizer)
     with torch.no_grad():
         for parameter, mean in zip(parameters, average, strict=True):
             parameter.copy_(mean)
+
+
+def _refuse_divergence(average: list, step: int) -> None:
+    """Weights that are not finite would go on, and be released, unnoticed."""
+    if not all(bool(torch.isfinite(mean).all()) for mean in average):
+        raise BadInput(f"training diverged: by step {step} its weights are not finite; lower its lr")
 
 
 def _save(path: Path, step: int, parameters: list, average: list, optimizer: torch.optim.Optimizer) -> None:

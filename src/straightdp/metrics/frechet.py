@@ -17,10 +17,13 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 def frechet(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> float:
     """|m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)).
 
-    The trace of the root is taken through sqrt(S1) S2 sqrt(S1), which is symmetric: real eigenvalues, none below zero.
+    The trace of the root is the sum of the singular values of sqrt(S1) sqrt(S2), which loses no digits to a root.
     """
     (m1, s1), (m2, s2) = one, two
-    values, vectors = torch.linalg.eigh(s1)
-    root = vectors @ torch.diag(values.clamp_min(0).sqrt()) @ vectors.T
-    cross = torch.linalg.eigvalsh(root @ s2 @ root).clamp_min(0).sqrt().sum()
+    cross = torch.linalg.svdvals(_root(s1) @ _root(s2)).sum()
     return float((m1 - m2).square().sum() + s1.trace() + s2.trace() - 2 * cross)
+
+
+def _root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp_min(0).sqrt()) @ vectors.T

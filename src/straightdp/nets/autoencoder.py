@@ -112,6 +112,8 @@ class Autoencoder(nn.Module):
     def settle(self, x: Tensor) -> None:
         """Freeze: standardise by the public images' codes, and take R from the quantile of their norms."""
         raw = torch.cat([self.raw_code(part) for part in x.split(500)])
+        if not bool(torch.isfinite(raw).all()):
+            raise BadInput("the autoencoder's training diverged: its codes are not finite; lower latent.lr")
         self.mean.copy_(raw.mean(dim=0))
         self.scale.copy_(raw.std(dim=0).clamp_min(1e-6))
         norms = ((raw - self.mean) / self.scale).flatten(1).norm(dim=1).double().cpu()

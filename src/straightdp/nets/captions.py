@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ class Tokenizer:
         cls, captions: tuple[str, ...], length: int, vocabulary: int, *, texts: tuple[str, ...] = ()
     ) -> Tokenizer:
         """Words of the captions, and of public texts. Refuses captions that are different but have the same ids."""
-        words = sorted({word for caption in (*captions, *texts) for word in split_words(caption)})
-        tokenizer = cls(tuple(words), length, vocabulary)
+        first = {word for caption in captions for word in split_words(caption)}
+        further = {word for text in texts for word in split_words(text)} - first
+        tokenizer = cls((*sorted(first), *sorted(further)), length, vocabulary)
         seen: dict[tuple[int, ...], str] = {}
         for caption in captions:
             ids = tuple(tokenizer.ids(caption))
@@ -44,12 +46,16 @@ class Tokenizer:
                 )
         return tokenizer
 
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {word: k for k, word in enumerate(self.words, start=1)}
+
     def ids(self, caption: str) -> list[int]:
         found = [self._id(word) for word in split_words(caption)][: self.length]
         return found + [PAD] * (self.length - len(found))
 
     def _id(self, word: str) -> int:
-        if word in self.words and (index := self.words.index(word) + 1) < self.vocabulary:
+        if (index := self._index.get(word, self.vocabulary)) < self.vocabulary:
             return index
         digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
         return 1 + int.from_bytes(digest, "little") % (self.vocabulary - 1)

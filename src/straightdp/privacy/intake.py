@@ -140,10 +140,10 @@ def _parsed(template: Template, records: Records) -> np.ndarray:
     if records.texts is None:
         raise BadInput("private.caption has slots but the records have no texts; add a text column to metadata.csv")
     found, classes = [template.index(text) for text in records.texts], template.combinations()[:, 0]
-    for i, (k, label) in enumerate(zip(found, records.labels.tolist(), strict=True)):
-        if k is None or classes[k] != label:
-            raise BadInput(
-                f"the text of private record {i} does not fit private.caption and its slots, or names another class; "
-                "mend it, or set private.caption to {text}"
-            )
+    wrong = sum(k is None or classes[k] != y for k, y in zip(found, records.labels.tolist(), strict=True))
+    if wrong:
+        raise BadInput(
+            f"the texts of {wrong} private records do not fit private.caption and its slots, or name another class "
+            "than the label; mend them, or set private.caption to {text}"
+        )
     return np.array(found, dtype=np.int64)

@@ -92,6 +92,9 @@ class Vault:
         needed = statistic.sensitivity(Relation.ADD_OR_REMOVE_ONE)
         if needed > part.sensitivity * (1 + 1e-9):
             raise BudgetRefused(f"{id} moves by {needed:.6g}, more than the {part.sensitivity:.6g} declared")
+        given = self.__labels if statistic.condition == "class" else self.__captions.features
+        if given is None:
+            raise BudgetRefused(f"{id} asks for features of captions, which these records have none of")
         std = part.sigma * part.sensitivity / statistic.grid
         repeated = (id, 0) in self.__ledger.executed
         noise = {
@@ -99,9 +102,6 @@ class Vault:
             for group, (size, relative) in statistic.noise_shape().items()
         }
         self.__ledger.spend(id)
-        given = self.__labels if statistic.condition == "class" else self.__captions.features
-        if given is None:
-            raise BudgetRefused(f"{id} asks for features of captions, which these records have none of")
         exact = statistic.exact(self.__z(), given)
         self.__noise.bind(id, b"".join(exact[group].tobytes() for group in sorted(exact)))
         return statistic.assemble({group: exact[group] + noise[group] for group in exact})

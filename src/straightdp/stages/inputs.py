@@ -15,8 +15,7 @@ from straightdp.flow.fit import StepGradients, fit, step_generator, trainable
 from straightdp.flow.loss import squared_error
 from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning
-from straightdp.moments.release import release_parts
-from straightdp.moments.text import Featuriser, featuriser
+from straightdp.moments.text import Featuriser
 from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Pixels, Space
 from straightdp.privacy.intake import Intake
@@ -36,6 +35,7 @@ class Inputs:
     public_ids: Tensor  # (N, length), the public records' captions
     conditioning: Conditioning
     intake: Intake
+    featuriser: Featuriser | None = None  # what captions are to cross moments, if the release takes any
     team: Team = ALONE
     space: Space = field(init=False)
     _public_z: Tensor | None = field(default=None, init=False, repr=False)
@@ -59,15 +59,6 @@ class Inputs:
     def public_labels(self) -> Tensor:
         """Classes that public records have, as 0, 1, ... on the CPU."""
         return torch.from_numpy(self.public.labels).unique(return_inverse=True)[1]
-
-    def featuriser(self) -> Featuriser | None:
-        """What captions are to cross moments, if the release takes any."""
-        section = self.recipe.release
-        if section.condition == "class" or not release_parts(self.recipe):
-            return None
-        return featuriser(
-            section.condition, self.intake.prompts, self.conditioning.tokenizer, self.recipe.net.caption_width
-        )
 
     def new_net(self) -> MMDiT:
         with torch.random.fork_rng(devices=[]):

@@ -34,10 +34,11 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     """Stage 1: the declared moment mechanisms, once each."""
     stds = {part.id: part.sigma * part.sensitivity for part in ledger.declared.values()}
     prompts = None
-    if (features_of := inputs.featuriser()) is not None:
-        features = features_of(inputs.conditioning.captions)
+    if inputs.featuriser is not None:
+        features = inputs.featuriser(inputs.conditioning.captions)
         prompts = Prompts(features, TextBasis.fit(features, inputs.recipe.release))
-    run_release(inputs.recipe, basis, vault, stds, prompts).save(out)
+    model = run_release(inputs.recipe, basis, vault, stds, prompts)
+    (model if prompts is not None else model.under(inputs.conditioning.labels)).save(out)
 
 
 def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: Path) -> None:

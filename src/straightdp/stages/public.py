@@ -158,7 +158,9 @@ def settled_sample(inputs: Inputs) -> Sample:
         return section
     if section.port != "guide":
         return section.model_copy(update={"t0": Sample().t0})
-    if not folder.plateau.exists():
+    settings = [section.steps, section.guidance, section.batch]
+    known = json.loads(folder.plateau.read_text()) if folder.plateau.exists() else {}
+    if known.get("settings") != settings:
         basis = load_basis(folder.calibration)
         net = inputs.load_net(folder.checkpoints / "pretrained.safetensors").eval()
         found = plateau(
@@ -172,8 +174,9 @@ def settled_sample(inputs: Inputs) -> Sample:
             section,
             step_generator(inputs.recipe.run.seed, "plateau", 0, inputs.device),
         )
-        write_text(folder.plateau, json.dumps({"t0": found.t0, "times": found.times, "distances": found.distances}))
+        known = {"t0": found.t0, "times": found.times, "distances": found.distances, "settings": settings}
+        write_text(folder.plateau, json.dumps(known))
         say(
             f"sample: t0 = {found.t0:g}, the latest that keeps the public pictures' distance within a tenth of t0 = 0's"
         )
-    return section.model_copy(update={"t0": json.loads(folder.plateau.read_text())["t0"]})
+    return section.model_copy(update={"t0": known["t0"]})
