@@ -64,6 +64,19 @@ def test_flowers_are_called_by_their_names_in_label_order(data):
     assert np.all(np.diff(records.labels) >= 0)
 
 
+def test_the_flowers_split_into_twenty_a_class_and_the_rest(data):
+    whole, first, rest = (load(f"flowers102{part}", size=8, channels=3) for part in ("", ":first20", ":rest"))
+    assert first.classes == rest.classes == whole.classes
+    assert np.array_equal(np.bincount(first.labels), np.full(102, 20))
+    taken = {picture.tobytes() for picture in first.x}
+    for y in range(102):
+        own = whole.x[whole.labels == y]
+        assert np.array_equal(first.x[first.labels == y], own[:20])
+        fresh = [picture for picture in own[20:] if picture.tobytes() not in taken]
+        assert np.array_equal(rest.x[rest.labels == y], np.array(fresh))
+    assert len(rest) == len(whole) - len(first) - 1  # one picture is in the set twice, on both sides
+
+
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_the_catalogue_agrees_with_the_files_that_are_here(data, name):
     assert {status for _, status in download.check(name, data)} == {"ok"}

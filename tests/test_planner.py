@@ -167,7 +167,7 @@ def some_recipe(**sections):
 RECIPES = {
     "tight": {},
     "paper": {"privacy": {"mode": "paper"}},
-    "large budget": {"privacy": {"epsilon": 6.0}},
+    "large budget": {"privacy": {"epsilon": 4.0}},
     "no release": {"release": {"weight": 0.0}},
     "no release, paper": {"privacy": {"mode": "paper"}, "release": {"weight": 0.0}},
     "fixed release": {"release": {"sigma": 9.0}},
@@ -272,8 +272,17 @@ def test_renyi_divergences_never_promise_more_than_gaussians_keep(sigmas, delta)
     assert gaussian_delta(mu, rdp_epsilon(workload, delta)) <= delta * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["tight", "paper", "no release", "fixed release", "fixed gradients"])
-@pytest.mark.parametrize("shape", [(1.0,), (0.4, 1.0, 2.5)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("tight", (1.0,)),
+        ("tight", (0.4, 1.0, 2.5)),
+        ("paper", (0.4, 2.5)),
+        ("no release", (0.5, 1.0, 2.0)),
+        ("fixed release", (2.0, 0.5)),
+        ("fixed gradients", (2.0, 0.5)),
+    ],
+)
 def test_a_quick_certificate_spends_no_more_than_an_exact_one_and_no_less_noise(name, shape):
     given_recipe = some_recipe(**of_full_batches(name, 7))
     parts = release_parts(given_recipe)
@@ -345,7 +354,7 @@ def test_equal_buckets_compose_to_the_mechanism_of_one(count, q):
     assert many == pytest.approx(one, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["tight", "fixed release", "both fixed"])
+@pytest.mark.parametrize("name", ["tight", "both fixed"])
 def test_a_certificate_of_equal_buckets_is_that_of_one(name):
     given_recipe = some_recipe(**of_full_batches(name, 9))
     one, many = (certify(given_recipe, release_parts(given_recipe), (1.0,) * k) for k in (1, 4))

@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", action="store_true", help="go on with an unfinished run; repeats its noise")
     run.set_defaults(command=_run)
 
-    plan = commands.add_parser("plan", help="resolve, calibrate and certify a recipe; touches no data")
+    plan = commands.add_parser("plan", help="resolve, calibrate and certify a recipe; opens no private data")
     _add_recipe(plan)
     plan.set_defaults(command=_plan)
 

@@ -56,12 +56,12 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder | None:
 def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *, resume: bool) -> RunFolder:
     folder.check(recipe, resume=resume)
     cache.check()
-    certify(recipe, release_parts(recipe))  # what cannot be afforded is refused before private files are opened
+    certificate = certify(recipe, release_parts(recipe))  # of the uniform plan: refused before private files are opened
     inputs = gather(recipe, folder, device, team)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
         folder.create(recipe, inputs.intake.fingerprint())
-        _spend(inputs)
+        _spend(inputs, certificate)
         _use(inputs)
     return folder
 
@@ -93,8 +93,11 @@ def _call(inputs: Inputs, start: Path) -> dict[str, str]:
     }
 
 
-def _spend(inputs: Inputs) -> None:
-    """All that touches private records: declared first, then the release and DP-SGD, then the transcript is closed."""
+def _spend(inputs: Inputs, certificate: Certificate) -> None:
+    """All that touches private records: declared first, then the release and DP-SGD, then the transcript is closed.
+
+    `certificate` is the uniform plan's.
+    """
     folder, recipe = inputs.folder, inputs.recipe
     pretrained = folder.checkpoints / "pretrained.safetensors"
     distilled = folder.checkpoints / "distilled.safetensors"
@@ -111,7 +114,7 @@ def _spend(inputs: Inputs) -> None:
     basis, tau = prepare.load_basis(folder.calibration), prepare.load_tau(folder.calibration)
     if recipe.dpsgd.plan == "tha" and recipe.dpsgd.steps:
         stage("allocate", [folder.allocation], lambda: prepare.allocate(inputs, basis, tau, folder.allocation))
-    certificate = certify(recipe, release_parts(recipe), prepare.load_shape(inputs))
+        certificate = certify(recipe, release_parts(recipe), prepare.load_shape(inputs))
     ledger, vault = _declare(inputs, certificate)
     start, moments = pretrained, None
     if release_parts(recipe):

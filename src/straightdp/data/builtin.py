@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "kmnist:test": ("kmnist/kmnist-test-imgs.npz", "kmnist/t10k-images-idx3-ubyte.gz"),
     "kuzushiji-kanji": ("kuzushiji-kanji/kuzushiji-kanji-28.npz",),
     "flowers102": ("flowers102/flowers102-128.zip",),
+    "flowers102:first20": ("flowers102/flowers102-128.zip",),
+    "flowers102:rest": ("flowers102/flowers102-128.zip",),
 }
 DRAWN = ("digits:train", "digits:test", "letters", "mixture", "mixture:public")
 # Made from the plain set named beside them (`composed`).
@@ -79,8 +82,11 @@ def relabel(
     return label.index([own[y] for y in labels.tolist()], classes, where)
 
 
-def flowers(tree: folder.Tree) -> tuple[folder.Listing, tuple[str, ...]]:
+def flowers(name: str, tree: folder.Tree) -> tuple[folder.Listing, tuple[str, ...]]:
     """The flowers' listing, each class called by its name (the metadata's text); the names in label order.
+
+    `first20` has the first twenty of each class in the file's order, 2,040 in all, `rest` the others that are not the
+    same file as one of those: the set holds a few pictures twice.
 
     The texts say no more than the names, so the records carry none: captions come from the template.
     """
@@ -89,4 +95,13 @@ def flowers(tree: folder.Tree) -> tuple[folder.Listing, tuple[str, ...]]:
     if not len(pairs) == len(set(found.labels)) == len({text for _, text in pairs}):
         raise BadInput(f"metadata.csv of {tree.where} should hold one text per label; fetch or write that file again")
     order = tuple(text for _, text in sorted(pairs, key=lambda pair: label.number_key(pair[0])))
-    return folder.Listing(found.files, found.texts or (), None, found.where), order
+    rows, seen = list(range(len(found.files))), Counter()
+    if name != "flowers102":
+        early, late = [], []
+        for i, own in enumerate(found.labels):
+            seen[own] += 1
+            (early if seen[own] <= 20 else late).append(i)
+        taken = {tree.read(found.files[i]) for i in early}
+        rows = early if name.endswith("first20") else [i for i in late if tree.read(found.files[i]) not in taken]
+    files, texts = tuple(found.files[i] for i in rows), tuple((found.texts or ())[i] for i in rows)
+    return folder.Listing(files, texts, None, lambda i: found.where(rows[i])), order

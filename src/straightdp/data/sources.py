@@ -42,10 +42,10 @@ def _named(name: str, size: int | None, channels: int, classes: tuple[str, ...] 
         return _drawn(name, size, channels, classes)
     if name in builtin.COMPOSED:
         return _composed(name, size, channels, classes)
-    if name == "flowers102":
+    if name.startswith("flowers102"):
         tree = folder.open_tree(builtin.locate(name))
         with tree.held_open:
-            found, own = builtin.flowers(tree)
+            found, own = builtin.flowers(name, tree)
             return folder.read(tree, found, size=size, channels=channels, classes=classes or own)
     images, raw, own = builtin.read_arrays(name)
     labels, order = builtin.relabel(raw, own, classes, lambda i: f"record {i} of {name}")

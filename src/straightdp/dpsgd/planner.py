@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from straightdp.errors import BadInput, BudgetRefused
 from straightdp.flow.path import interpolate, noise_like, velocity
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import release_parts
-from straightdp.privacy.workload import GRADIENTS, ReleasePart, Shape, certify
+from straightdp.privacy.workload import GRADIENTS, Certificate, ReleasePart, Shape, certify
 from straightdp.recipe import Recipe
 
 BETAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -65,7 +66,7 @@ def residuals(
     found = []
     for low, high in pairwise(ends):
         rows = torch.randint(len(z), (DRAWS,), generator=generator, device=z.device)
-        t = low + (high - low) * torch.rand(DRAWS, generator=generator, device=z.device)
+        t = low + (high - low) * torch.rand(DRAWS, generator=generator, device=z.device) * (1 - 1e-6)
         xi = noise_like(z[rows], generator)
         bar = model.velocity(interpolate(z[rows], xi, t), t, y[rows])
         found.append((velocity(z[rows], xi) - bar).flatten(1).norm(dim=1).cpu())
@@ -77,8 +78,8 @@ def proxy(shape: Shape, sigmas: Sequence[float], norms: Sequence[Tensor]) -> flo
 
     C_ref is the median of all |r|, so that clips of any shape cut into the same records.
     """
-    reference = float(torch.cat(list(norms)).median())
-    signals = [float(r.clamp_max(c * reference).mean()) for c, r in zip(shape, norms, strict=True)]
+    reference = max(float(torch.cat(list(norms)).median()), 1e-12)
+    signals = [max(float(r.clamp_max(c * reference).mean()), 1e-12) for c, r in zip(shape, norms, strict=True)]
     noises = [sigma * c * reference for c, sigma in zip(shape, sigmas, strict=True)]
     return sum(math.log(s / n) for s, n in zip(signals, noises, strict=True)) / len(shape)
 
@@ -88,20 +89,37 @@ def candidates(
 ) -> list[Candidate]:
     """Every shape, its noise found by bisection on Renyi divergences and certified by the PLD accountant.
 
-    Guarantee: each costs at most the budget, and uniform is the first of them.
+    Guarantee: each costs at most the budget, and uniform is the first of them. A shape that cannot be had for the
+    budget is left out; if uniform cannot, the budget is refused.
     """
     found = []
     for beta in BETAS:
         shape = shaped(values, beta)
-        certificate = certify(recipe, parts, shape, quick=True)
+        try:
+            certificate = _certified(recipe, parts, shape)
+        except BudgetRefused:
+            if beta == 0:
+                raise
+            continue
         sigmas = tuple(part.sigma for part in certificate.workload if part.id.startswith(GRADIENTS))
         found.append(Candidate(beta, shape, sigmas, certificate.epsilon, proxy(shape, sigmas, norms)))
     return found
 
 
+def _certified(recipe: Recipe, parts: tuple[ReleasePart, ...], shape: Shape) -> Certificate:
+    """Quickly; where the accountant's own discretisation outweighs what Renyi divergences lose, exactly."""
+    try:
+        return certify(recipe, parts, shape, quick=True)
+    except BudgetRefused:
+        return certify(recipe, parts, shape)
+
+
 def start_of_times(recipe: Recipe, tau: float) -> float:
     """Where DP-SGD's times begin: at the recipe's t_min, else where the moments' reach ends."""
-    return tau if recipe.dpsgd.t_min is None else recipe.dpsgd.t_min
+    t_min = tau if recipe.dpsgd.t_min is None else recipe.dpsgd.t_min
+    if t_min >= 1:
+        raise BadInput("distill.tau or dpsgd.t_min is 1, which leaves DP-SGD no times to train on; lower it")
+    return t_min
 
 
 def planned(

@@ -2,7 +2,8 @@
 
 paper: each stage is calibrated alone to its share of epsilon (weights renormalised over the active stages).
 tight: a weight is a share of the privacy spent, measured as mu^2 of Gaussian DP; one scale m is then solved for
-so that the composed epsilon equals the budget. A `sigma` given in the recipe is kept as it is in both.
+so that the composed epsilon equals the budget. A `sigma` given in the recipe is kept as it is in both, and the other
+stage gets what it leaves.
 """
 
 from __future__ import annotations
@@ -119,11 +120,11 @@ def solve(
     total, alone = w_release + w_dpsgd, (None, None)
     if total == 0:
         return fixed
-    if privacy.mode == "tight":
+    if privacy.mode == "tight" or any(sigma is not None for sigma in fixed):
         return scaled((w_release / total, w_dpsgd / total), fixed, privacy.epsilon)
     return (  # the paper's split: each free stage alone, at its own share of epsilon
-        scaled((1, 0), alone, privacy.epsilon * w_release / total)[0] if w_release else fixed[0],
-        scaled((0, 1), alone, privacy.epsilon * w_dpsgd / total)[1] if w_dpsgd else fixed[1],
+        scaled((1, 0), alone, privacy.epsilon * w_release / total)[0] if w_release else None,
+        scaled((0, 1), alone, privacy.epsilon * w_dpsgd / total)[1] if w_dpsgd else None,
     )
 
 

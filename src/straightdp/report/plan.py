@@ -1,16 +1,24 @@
-"""What `straightdp plan` prints: the resolved workload, its certificate, and what joint calibration buys."""
+"""What `straightdp plan` prints: the resolved workload, its certificate, and what joint calibration buys.
+
+Private data is never opened. Public data is, when DP-SGD is to be planned over time buckets.
+"""
 
 from __future__ import annotations
 
+import torch
+
+from straightdp.dpsgd import planner
+from straightdp.moments.basis import fit_basis
 from straightdp.moments.release import release_parts
-from straightdp.privacy.workload import alone, alternatives, certify
+from straightdp.privacy.workload import UNIFORM, Shape, alone, alternatives, certify
 from straightdp.recipe import Recipe
+from straightdp.stages.public import measured_candidates, measured_horizon, tau_of
 
 
 def describe_plan(recipe: Recipe) -> str:
-    """Touches no data: everything follows from the recipe."""
     privacy, dpsgd = recipe.privacy, recipe.dpsgd
-    certificate = certify(recipe, release_parts(recipe))
+    shape, candidates = _time_buckets(recipe)
+    certificate = certify(recipe, release_parts(recipe), shape)
     n = "counted at run time" if privacy.n is None else f"{privacy.n:,}"
     lines = [
         f"budget     epsilon = {privacy.epsilon:g}, delta = {privacy.delta:g}, add/remove of one record, N = {n}",
@@ -23,6 +31,7 @@ def describe_plan(recipe: Recipe) -> str:
         rate = "" if part.q is None else f"{part.q:g}"
         cost = alone(part, privacy.delta, privacy.interval)
         lines.append(f"{part.id:<22}{part.sensitivity:>12.4g}{part.sigma:>10.4g}{rate:>8}{part.count:>8}{cost:>11.4f}")
+    lines += candidates
     rows = alternatives(recipe)
     if rows:
         lines += [
@@ -40,3 +49,24 @@ def describe_plan(recipe: Recipe) -> str:
     lines.append(f"  dp-sgd   {dpsgd.steps:>8,} steps of {batch} records (expected) x {dpsgd.draws} draws")
     lines.append(f"  sample   {recipe.sample.n:>8,} records, {recipe.sample.steps} Euler steps")
     return "\n".join(lines)
+
+
+def _time_buckets(recipe: Recipe) -> tuple[Shape, list[str]]:
+    """The planner's choice, and every candidate with its score."""
+    if recipe.dpsgd.plan == "uniform" or not recipe.dpsgd.steps:
+        return UNIFORM, []
+    if recipe.latent.d is not None or not recipe.public.data:
+        why = "public.data is not named" if not recipe.public.data else "they are scored in the code of an autoencoder"
+        return UNIFORM, [
+            "",
+            f"time buckets: {why}, so `run` prints the candidates; the figures here are the uniform plan's",
+        ]
+    from straightdp.data.sources import load
+
+    public = load(recipe.public.data, size=recipe.image.size, channels=recipe.image.channels)
+    z, labels = public.z(), torch.from_numpy(public.labels).unique(return_inverse=True)[1]
+    basis = fit_basis(z, labels, recipe.release)
+    tau = tau_of(recipe, measured_horizon(recipe, basis, z, labels))
+    found = measured_candidates(recipe, basis, z, labels, tau)
+    head = f"candidates for time buckets on [{planner.start_of_times(recipe, tau):g}, 1], scored on public data:"
+    return planner.best(found).shape, ["", head, *planner.describe(found).splitlines()]

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from straightdp.compiled import Compiled
 from straightdp.dpsgd import planner
-from straightdp.dpsgd.planner import planned
 from straightdp.files import write_text
 from straightdp.flow.fit import step_generator, trainable
 from straightdp.flow.path import interpolate, noise_like, uniform_times, velocity
 from straightdp.moments.basis import Basis, fit_basis
-from straightdp.moments.field import MomentModel
 from straightdp.moments.horizon import Horizon, horizon, public_moments
 from straightdp.moments.plateau import plateau
 from straightdp.moments.release import release_parts
@@ -23,7 +21,7 @@ from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.spaces import Codes
 from straightdp.privacy.workload import UNIFORM, Shape
 from straightdp.progress import say
-from straightdp.recipe import Sample
+from straightdp.recipe import Recipe, Sample
 from straightdp.stages.inputs import Inputs, fit_velocity, follow_gradients, save_net
 
 
@@ -83,46 +81,52 @@ def calibrate(inputs: Inputs, out: Path) -> None:
     """Every public calibration of the release: PCA basis, radii, and the horizon tau."""
     from safetensors.torch import save_file
 
-    recipe = inputs.recipe
-    z = inputs.public_z.cpu()
-    basis = fit_basis(z, inputs.public_labels, recipe.release, inputs.space.bound)
+    recipe, z = inputs.recipe, inputs.public_z
+    basis = fit_basis(z.cpu(), inputs.public_labels, recipe.release, inputs.space.bound)
     numbers = {k: repr(getattr(basis, k)) for k in RADII}
-    tau = recipe.distill.tau
-    if not release_parts(recipe) or recipe.distill.steps == 0:
-        tau = 0.0  # nothing is distilled, so the moments lead nowhere
-    elif tau == "knee":
-        found = _horizon(inputs, basis)
-        tau = found.tau
+    found = measured_horizon(recipe, basis, z, inputs.public_labels)
+    if found is not None:
         write_text(inputs.folder.horizon, json.dumps({"knee": found.knee, "tau": found.tau} | found.curves()))
         say(
             f"calibrate: tau = {found.tau:.3f} (knee at {found.knee:.3f}); up to it the fields' cosine is at least "
             f"{float(found.worst_class[found.times <= found.tau].min()):.3f} in the worst class; drift bound "
             f"{found.drift:.3g} with the largest gap and slope seen ({found.lipschitz:.3g})"
         )
-    save_file({"mean": basis.mean, "P": basis.P}, out, metadata=numbers | {"tau": repr(tau)})
+    save_file({"mean": basis.mean, "P": basis.P}, out, metadata=numbers | {"tau": repr(tau_of(recipe, found))})
 
 
-def _public_model(inputs: Inputs, basis: Basis) -> MomentModel:
-    z, labels = inputs.public_z.cpu(), inputs.public_labels
-    return public_moments(z, labels, basis, inputs.recipe.release).to(inputs.device)
+def measured_horizon(recipe: Recipe, basis: Basis, z: Tensor, labels: Tensor) -> Horizon | None:
+    """How far the moments of public records reach, if the recipe asks for that to be measured."""
+    if recipe.distill.tau != "knee" or not distils(recipe):
+        return None
+    generator = step_generator(recipe.run.seed, "horizon", 0, z.device)
+    model = public_moments(z, labels, basis, recipe.release).to(z.device)
+    return horizon(model, z, labels.to(z.device), generator, cap=recipe.distill.tau_cap)
 
 
-def _horizon(inputs: Inputs, basis: Basis) -> Horizon:
-    generator = step_generator(inputs.recipe.run.seed, "horizon", 0, inputs.device)
-    model, y = _public_model(inputs, basis), inputs.public_labels.to(inputs.device)
-    return horizon(model, inputs.public_z, y, generator, cap=inputs.recipe.distill.tau_cap)
+def distils(recipe: Recipe) -> bool:
+    return bool(release_parts(recipe)) and recipe.distill.steps > 0
+
+
+def tau_of(recipe: Recipe, found: Horizon | None) -> float:
+    """Where nothing is distilled the moments lead nowhere."""
+    if found is not None:
+        return found.tau
+    return float(recipe.distill.tau) if distils(recipe) else 0.0
 
 
 def allocate(inputs: Inputs, basis: Basis, tau: float, out: Path) -> None:
     """The planner's choice among its candidates, from public records alone."""
-    recipe, device = inputs.recipe, inputs.device
-    generator = step_generator(recipe.run.seed, "allocate", 0, device)
-    found = planned(
-        recipe, _public_model(inputs, basis), inputs.public_z, inputs.public_labels.to(device), tau, generator
-    )
+    found = measured_candidates(inputs.recipe, basis, inputs.public_z, inputs.public_labels, tau)
     say("allocate: candidates for DP-SGD's time buckets\n" + planner.describe(found))
     body = {"shape": planner.best(found).shape, "candidates": [candidate.to_json() for candidate in found]}
     write_text(out, json.dumps(body, indent=1))
+
+
+def measured_candidates(recipe: Recipe, basis: Basis, z: Tensor, labels: Tensor, tau: float) -> list[planner.Candidate]:
+    generator = step_generator(recipe.run.seed, "allocate", 0, z.device)
+    model = public_moments(z, labels, basis, recipe.release).to(z.device)
+    return planner.planned(recipe, model, z, labels.to(z.device), tau, generator)
 
 
 def load_shape(inputs: Inputs) -> Shape:
@@ -165,7 +169,7 @@ def settled_sample(inputs: Inputs) -> Sample:
         net = inputs.load_net(folder.checkpoints / "pretrained.safetensors").eval()
         found = plateau(
             net,
-            _public_model(inputs, basis),
+            public_moments(inputs.public_z, inputs.public_labels, basis, inputs.recipe.release).to(inputs.device),
             basis,
             inputs.public_z,
             inputs.public_labels.to(inputs.device),
