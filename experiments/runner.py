@@ -70,6 +70,7 @@ def _start(job: Job, work: Path) -> subprocess.Popen:
 def gather(job: Job, run: Path) -> dict:
     """Everything worth keeping of a finished run, with epsilon recomputed from its transcript."""
     from straightdp.audits.replay import replay
+    from straightdp.stages.public import load_number
 
     private = run / "private"
     scores = json.loads((private / "evaluation.json").read_text())["scores"]
@@ -82,6 +83,7 @@ def gather(job: Job, run: Path) -> dict:
         "accuracy": {s["name"]: s["mean"] for s in scores},
         "epsilon_replayed": replay(run / "release").epsilon,
         "seconds": {name: round(stamp["seconds"], 1) for name, stamp in stamps.items()},
+        "pretrain_loss": load_number(private / "checkpoints/calibration.safetensors", "pretrain_loss"),
         "plan": json.loads((private / "checkpoints/plan.json").read_text()),
     }
     if (private / "diagnostics.jsonl").exists():

@@ -33,6 +33,7 @@ def shared(name: str, key: str, out: Path, work: Callable[[], None]) -> None:
         work()
         return
     place = Path(root) / f"{name}-{key}{out.suffix}"
+    place.parent.mkdir(parents=True, exist_ok=True)
     with open(place.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if place.exists():

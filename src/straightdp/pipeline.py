@@ -110,8 +110,8 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
         stage("autoencode", [folder.autoencoder], lambda: _shared(inputs, "autoencode", folder.autoencoder))
         prepare.enter_codes(inputs)
     stage("pretrain", [pretrained], lambda: _shared(inputs, "pretrain", pretrained))
-    stage("calibrate", [folder.calibration], lambda: prepare.calibrate(inputs, folder.calibration))
-    basis, tau = prepare.load_basis(folder.calibration), prepare.load_tau(folder.calibration)
+    stage("calibrate", [folder.calibration], lambda: prepare.calibrate(inputs, pretrained, folder.calibration))
+    basis, tau = prepare.load_basis(folder.calibration), prepare.load_number(folder.calibration, "tau")
     if recipe.dpsgd.plan == "tha" and recipe.dpsgd.steps:
         stage("allocate", [folder.allocation], lambda: prepare.allocate(inputs, basis, tau, folder.allocation))
         certificate = certify(recipe, release_parts(recipe), prepare.load_shape(inputs))

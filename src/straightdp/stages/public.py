@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from straightdp.compiled import Compiled
+from straightdp.compiled import Compiled, half
 from straightdp.dpsgd import planner
 from straightdp.files import write_text
 from straightdp.flow.fit import step_generator, trainable
+from straightdp.flow.loss import squared_error
 from straightdp.flow.path import interpolate, noise_like, uniform_times, velocity
 from straightdp.moments.basis import Basis, fit_basis
 from straightdp.moments.horizon import Horizon, horizon, public_moments
@@ -60,25 +61,37 @@ def enter_codes(inputs: Inputs) -> None:
 
 def pretrain(inputs: Inputs, out: Path) -> None:
     """Flow matching, equation (1), on public images under captions of their own."""
-    section, device = inputs.recipe.pretrain, inputs.device
-    net, z, ids = inputs.new_net(), inputs.public_z, inputs.public_ids
+    section, net = inputs.recipe.pretrain, inputs.new_net()
     net.constrained = not inputs.recipe.net.post_hoc
-    null = inputs.conditioning.null(device)
-
-    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows = torch.randint(len(z), (section.batch,), generator=generator, device=device)
-        t = uniform_times(section.batch, 0.0, 1.0, generator, device)
-        xi = noise_like(z[rows], generator)
-        dropped = torch.rand(section.batch, generator=generator, device=device) < section.p_uncond
-        captions = torch.where(dropped[:, None], null, ids[rows])
-        return interpolate(z[rows], xi, t), t, captions, velocity(z[rows], xi)
-
-    fit_velocity(inputs, net, batch, "pretrain", section)
+    fit_velocity(inputs, net, lambda generator: _public_batch(inputs, section.batch, generator), "pretrain", section)
     save_net(net, out)
 
 
-def calibrate(inputs: Inputs, out: Path) -> None:
-    """Every public calibration of the release: PCA basis, radii, and the horizon tau."""
+def _public_batch(inputs: Inputs, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x_t, t, captions, target velocity) of n public records; a caption is dropped with p_uncond."""
+    z, device = inputs.public_z, inputs.device
+    rows = torch.randint(len(z), (n,), generator=generator, device=device)
+    t = uniform_times(n, 0.0, 1.0, generator, device)
+    xi = noise_like(z[rows], generator)
+    dropped = torch.rand(n, generator=generator, device=device) < inputs.recipe.pretrain.p_uncond
+    captions = torch.where(dropped[:, None], inputs.conditioning.null(device), inputs.public_ids[rows])
+    return interpolate(z[rows], xi, t), t, captions, velocity(z[rows], xi)
+
+
+@torch.no_grad()
+def public_loss(inputs: Inputs, start: Path, batches: int = 8, n: int = 128) -> float:
+    """The pretrained network's loss on public records: the same draws for every network of one space."""
+    net = inputs.load_net(start).eval()
+    net.constrained = not inputs.recipe.net.post_hoc
+    losses = []
+    for k in range(batches):
+        x, t, captions, target = _public_batch(inputs, n, step_generator(0, "public loss", k, inputs.device))
+        losses.append(squared_error(half(net)(x, t, captions), target).mean())
+    return float(torch.stack(losses).mean())
+
+
+def calibrate(inputs: Inputs, pretrained: Path, out: Path) -> None:
+    """Every public calibration of the release: PCA basis, radii, and the horizon tau; and the pretrained net's loss."""
     from safetensors.torch import save_file
 
     recipe, z = inputs.recipe, inputs.public_z
@@ -92,7 +105,8 @@ def calibrate(inputs: Inputs, out: Path) -> None:
             f"{float(found.worst_class[found.times <= found.tau].min()):.3f} in the worst class; drift bound "
             f"{found.drift:.3g} with the largest gap and slope seen ({found.lipschitz:.3g})"
         )
-    save_file({"mean": basis.mean, "P": basis.P}, out, metadata=numbers | {"tau": repr(tau_of(recipe, found))})
+    numbers |= {"tau": repr(tau_of(recipe, found)), "pretrain_loss": repr(public_loss(inputs, pretrained))}
+    save_file({"mean": basis.mean, "P": basis.P}, out, metadata=numbers)
 
 
 def measured_horizon(recipe: Recipe, basis: Basis, z: Tensor, labels: Tensor) -> Horizon | None:
@@ -148,11 +162,12 @@ def load_basis(path: Path) -> Basis:
         return Basis(file.get_tensor("mean"), file.get_tensor("P"), **radii)
 
 
-def load_tau(path: Path) -> float:
+def load_number(path: Path, name: str) -> float:
+    """`tau` or `pretrain_loss` of a calibration."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        return float(file.metadata()["tau"])
+        return float(file.metadata()[name])
 
 
 def settled_sample(inputs: Inputs) -> Sample:
