@@ -74,7 +74,7 @@ def drawn(split: str, n: int) -> tuple[np.ndarray, list[str], list[str]]:
 
 
 def free_text(k: int, label: str, size: str) -> str:
-    return f"my {size} {label}, lot wordlet{k:03}qzj" + (f", {SECRET}" if k == 7 else "")
+    return f"my {size} {label}, lot wordlet{k:03}quizjet" + (f", {SECRET}" if k == 7 else "")
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_every_record_is_trained_under_its_own_text(kind, request):
 
 def test_cross_moments_see_each_records_own_slots(slotted):
     assert len(slotted.records) == 200
-    for picture, e in zip(slotted.records.x, slotted.captions.features, strict=True):
+    for picture, e in zip(slotted.records.x, slotted.captions.features(), strict=True):
         _, size, label = slotted.texts[picture[0].tobytes()].split()
         assert e.tolist() == [float(word in (label, size)) for word in (*CLASSES, *SIZES)]
 
@@ -333,7 +333,7 @@ def published(folder: RunFolder) -> bytes:
 def test_no_word_of_a_private_text_is_published(free):
     everything = published(free.folder).lower()
     assert len(everything) > 10_000
-    for word in (SECRET, "wordlet", "qzj", "my small", "my large"):
+    for word in (SECRET, "wordlet", "quizjet", "my small", "my large"):
         assert word.encode() not in everything
     assert not {"my", "lot", *SIZES} & set(card(free.folder)["words"])
     assert b"a sketch of 1" in everything
@@ -361,9 +361,9 @@ def test_free_texts_may_have_a_release_by_class(sets, tmp_path):
 def test_a_text_without_a_word_is_the_empty_caption(sets, tmp_path):
     private = copied(sets["free"], tmp_path / "private", {0: "?!", 1: "-"})
     seen = spied_run(private, sets, tmp_path, *FREE)
-    assert not seen.captions.ids[:2].any()
-    assert not seen.captions.features[:2].any()
-    assert seen.captions.ids[2:].any(dim=1).all()
+    assert not seen.captions.ids()[:2].any()
+    assert not seen.captions.features()[:2].any()
+    assert seen.captions.ids()[2:].any(dim=1).all()
 
 
 # public texts

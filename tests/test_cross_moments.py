@@ -260,6 +260,10 @@ def test_what_a_release_of_cross_moments_declares(condition):
         assert parts[1:] == by_class[1:]
 
 
+def no_ids() -> Tensor:
+    return torch.zeros(30, 2, dtype=torch.int64)
+
+
 def closed_vault(folder, captions: Captions | None, sensitivity=ROOT2) -> tuple[Vault, Records]:
     rng = np.random.default_rng(0)
     records = Records(rng.integers(0, 256, (30, 1, 2, 3), dtype=np.uint8), rng.integers(0, 2, 30), ("a", "b"))
@@ -273,7 +277,7 @@ def closed_vault(folder, captions: Captions | None, sensitivity=ROOT2) -> tuple[
 
 def test_the_vault_pairs_each_record_with_its_own_captions_features(tmp_path):
     e = normal(7, 30, M)
-    vault, records = closed_vault(tmp_path, Captions(torch.zeros(30, 2, dtype=torch.int64), e))
+    vault, records = closed_vault(tmp_path, Captions(no_ids, lambda: e))
     noisy = torch.from_numpy(vault.gaussian_sum(CROSS, SUMS[True]))[0]
     cross, square = statistics.split_cross_moments(noisy, P, M + 1)
     slow_cross, slow_square = slow_sums(records.z().flatten(1).double(), e, BASIS, TEXTS[True])
@@ -284,7 +288,7 @@ def test_the_vault_pairs_each_record_with_its_own_captions_features(tmp_path):
 def test_a_vault_without_caption_features_or_with_too_small_a_declaration_gives_nothing_out(tmp_path):
     for name, captions, sensitivity, words in (
         ("none", None, ROOT2, "features of captions"),
-        ("small", Captions(torch.zeros(30, 2, dtype=torch.int64), normal(7, 30, M)), 1.4, "more than the 1.4 declared"),
+        ("small", Captions(no_ids, lambda: normal(7, 30, M)), 1.4, "more than the 1.4 declared"),
     ):
         (tmp_path / name).mkdir()
         vault, _ = closed_vault(tmp_path / name, captions, sensitivity)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from straightdp.errors import BadInput
 from straightdp.flow import fit as fit_module
 from straightdp.flow import path
 from straightdp.flow.fit import fit, step_generator
@@ -189,8 +190,9 @@ def constant_slope(net):
     return gradients
 
 
-def run(net, gradients, folder, *, steps, ema=0.9, every=5, lr=1e-2, track=quiet):
-    fit(net, gradients, steps=steps, lr=lr, ema=ema, checkpoint=folder / "c.pt", every=every, track=track)
+def run(net, gradients, folder, *, steps, ema=0.9, every=5, lr=1e-2, track=quiet, identity="this work"):
+    place = folder / "c.pt"
+    fit(net, gradients, steps=steps, lr=lr, ema=ema, checkpoint=place, identity=identity, every=every, track=track)
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.3, 0.9, 1.0])
@@ -284,6 +286,22 @@ def test_a_resumed_fit_ends_with_the_same_bits(tmp_path, uninterrupted, fail_at)
     assert starts == [(done, 23) for done in (0, *(5 * (place // 5) for place in fail_at))]
     for mine, theirs in zip(weights_of(net), uninterrupted, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_checkpoint_of_other_work_is_not_taken_up(tmp_path, uninterrupted):
+    net, gradients = task((11,))
+    with pytest.raises(Crash):
+        run(net, gradients, tmp_path, steps=23, identity="on records that were taken out since", lr=0.5)
+    net, gradients = task()
+    run(net, gradients, tmp_path, steps=23)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(net), uninterrupted, strict=True))
+
+
+def test_training_that_diverges_is_refused(tmp_path):
+    net, gradients = task()
+    with pytest.raises(BadInput, match=r"diverged: by step 5 .*; lower its lr"):
+        run(net, gradients, tmp_path, steps=23, lr=1e37)
+    assert not (tmp_path / "c.pt").exists()
 
 
 def test_other_steps_give_other_bits(tmp_path, uninterrupted):

@@ -433,7 +433,7 @@ def final_gradients(folder, monkeypatch, sigma: float, records: int) -> list[tor
         Noise(b"k" * 32, pinned=True, folder=folder / "noise"),
         n=N,
         diagnostics=folder / "diagnostics.jsonl",
-        captions=Captions(torch.from_numpy(private.labels)[:, None].expand(-1, 3) + 1),
+        captions=Captions(lambda: torch.from_numpy(private.labels)[:, None].expand(-1, 3) + 1),
     )
     net, seen = random_net(), []
 
@@ -453,6 +453,7 @@ def final_gradients(folder, monkeypatch, sigma: float, records: int) -> list[tor
         shape=PLAN,
         compile=False,
         checkpoint=folder / "none",
+        identity="this work",
         team=ALONE,
         track=None,
     )
@@ -515,6 +516,7 @@ def test_training_executes_each_bucket_as_often_as_it_is_declared(tmp_path, step
         shape=(1.0,) * count,
         compile=False,
         checkpoint=tmp_path / "none",
+        identity="this work",
         team=ALONE,
         track=lambda steps, *_: steps,
     )

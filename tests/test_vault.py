@@ -352,6 +352,7 @@ def test_noise_for_another_clip_than_the_engines_is_refused(tmp_path):
 CALLERS = {
     "gaussian_sum": {"moments/release.py"},
     "noisy_gradient": {"dpsgd/trainer.py"},
+    "vault": {"pipeline.py"},
     "accuracy": {"stages/use.py"},
     "agreement": {"stages/use.py"},
     "real_accuracy": {"stages/use.py"},

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from straightdp import __version__, cache
+from straightdp import cache
 from straightdp.cache import shared
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load as load_records
@@ -33,7 +33,7 @@ from straightdp.recipe import OWN_TEXT, Recipe, load
 from straightdp.report.assemble import write_reports
 from straightdp.stages import private, use
 from straightdp.stages import public as prepare
-from straightdp.stages.inputs import Inputs
+from straightdp.stages.inputs import Inputs, public_key
 from straightdp.team import ALONE, Team, joined, pick_device
 
 
@@ -85,9 +85,7 @@ def _call(inputs: Inputs, start: Path) -> dict[str, str]:
     """What every process of a team must find alike before it takes part in DP-SGD."""
     return {
         "start": str(start),
-        "weights": file_hash(start),
-        "plan": inputs.folder.plan.read_text(),
-        "codes": file_hash(inputs.folder.autoencoder) if inputs.recipe.latent.d else "",
+        "point": private.starting_point(inputs, start),
         "recipe": inputs.recipe.digest(),
         "records": inputs.intake.fingerprint(),
     }
@@ -101,14 +99,15 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     folder, recipe = inputs.folder, inputs.recipe
     pretrained = folder.checkpoints / "pretrained.safetensors"
     distilled = folder.checkpoints / "distilled.safetensors"
-    key = _key(recipe.digest(), _public_hash(inputs), *inputs.conditioning.tokenizer.words)
 
     def stage(name: str, outputs: list[Path], work) -> None:
         say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
 
+    key = _key(recipe.digest(), public_key(inputs, "autoencode"))
     if recipe.latent.d is not None:
         stage("autoencode", [folder.autoencoder], lambda: _shared(inputs, "autoencode", folder.autoencoder))
         prepare.enter_codes(inputs)
+    key = _key(recipe.digest(), public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
     stage("pretrain", [pretrained], lambda: _shared(inputs, "pretrain", pretrained))
     stage("calibrate", [folder.calibration], lambda: prepare.calibrate(inputs, pretrained, folder.calibration))
     basis, tau = prepare.load_basis(folder.calibration), prepare.load_number(folder.calibration, "tau")
@@ -139,21 +138,8 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
 
 def _shared(inputs: Inputs, name: str, out: Path) -> None:
     """A stage that hangs on public records and few settings, so that runs may share it."""
-    recipe, work = inputs.recipe, {"autoencode": prepare.autoencode, "pretrain": prepare.pretrain}[name]
-    sections = {"autoencode": ("latent",), "pretrain": ("latent", "net", "pretrain")}[name]
-    settings = {part: getattr(recipe, part).model_dump(mode="json") for part in sections} | {"seed": recipe.run.seed}
-    codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
-    key = _key(__version__, json.dumps(settings, sort_keys=True), _public_hash(inputs), codes)
-    shared(name, key, out, lambda: work(inputs, out))
-
-
-def _public_hash(inputs: Inputs) -> str:
-    """Of all public records: what they show, their classes and their captions as the network sees them."""
-    public = inputs.public
-    digest = hashlib.sha256(repr((public.x.shape, public.x.dtype.str, public.classes)).encode())
-    for part in (public.x, public.labels, inputs.public_ids.cpu().numpy()):
-        digest.update(np.ascontiguousarray(part).tobytes())
-    return digest.hexdigest()
+    work = {"autoencode": prepare.autoencode, "pretrain": prepare.pretrain}[name]
+    shared(name, public_key(inputs, name), out, lambda: work(inputs, out))
 
 
 def _use(inputs: Inputs) -> None:
@@ -280,9 +266,17 @@ def _assumptions(inputs: Inputs) -> list[dict[str, str]]:
         ),
         ("captions", *_about_captions(recipe)),
         ("public data", f"{len(inputs.public)} records", "taken to hold nothing about private records"),
+        *_public_models(recipe),
         ("one person, one record", "yes", "the unit protected is one record; several by one person add up"),
     ]
     return [{"name": name, "value": value, "source": source} for name, value, source in rows]
+
+
+def _public_models(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """Networks that saw other data, taken to hold nothing about private records either."""
+    if recipe.release.condition != "minilm":
+        return []
+    return [("sentence encoder", "all-MiniLM-L6-v2", "published weights, taken to hold nothing about private records")]
 
 
 def _about_captions(recipe: Recipe) -> tuple[str, str]:

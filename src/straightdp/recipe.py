@@ -270,6 +270,7 @@ class Recipe(Section):
     def digest(self) -> str:
         """Hash of all that decides the trained model; sampling, evaluation and what is only speed may change later."""
         tree = self.model_dump(mode="json", exclude={"sample", "evaluate"})
+        tree["private"]["slots"] = list(self.private.slots.items())  # their order is the captions' order
         for section, name in (("run", "title"), ("run", "compile"), ("dpsgd", "micro_batch")):
             tree[section].pop(name)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

@@ -19,6 +19,7 @@ from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import file_hash
 from straightdp.privacy.accountant import Declaration, epsilon
 from straightdp.privacy.ledger import TranscriptError, read_chain
+from straightdp.privacy.workload import GRADIENTS, bucket_id, bucket_steps
 
 ORDER = tuple(KINDS)
 TOLERANCE = 1e-6
@@ -73,6 +74,7 @@ def check(lines: list[Any]) -> float:
         if isinstance(entry, Declare):
             declared[entry.mechanism.id] = _declaration(entry, declared)
     certificate = next(entry for entry in lines if entry.kind == "certificate")
+    _whole(certificate.line, declared)
     missing = ASSUMED - {entry.name for entry in lines if entry.kind == "assumption"}
     if missing:
         raise TranscriptError(certificate.line, f"certifies a run that does not say what it assumes of {min(missing)}")
@@ -123,6 +125,17 @@ def _declaration(entry: Declare, before: dict[str, Declaration]) -> Declaration:
     return part.declaration()
 
 
+def _whole(line: int, declared: dict[str, Declaration]) -> None:
+    """Declarations that belong together: time buckets that share their steps out, and one way to release means."""
+    steps = {id: part for id, part in declared.items() if id.startswith(GRADIENTS)}
+    total, k = sum(part.count for part in steps.values()), len(steps)
+    wanted = {bucket_id(i, k): bucket_steps(total, i, k) for i in range(k)}
+    if {id: part.count for id, part in steps.items()} != wanted or len({part.q for part in steps.values()}) > 1:
+        raise TranscriptError(line, "certifies time buckets that do not share out the steps of one DP-SGD")
+    if "release/means" in declared and "release/cross" in declared:
+        raise TranscriptError(line, "certifies two releases of the means")
+
+
 def _executions(lines: list[Any], declared: dict[str, Declaration]) -> dict[str, int]:
     seen: set[tuple[str, int]] = set()
     clips: dict[str, float | None] = {}
@@ -135,7 +148,7 @@ def _executions(lines: list[Any], declared: dict[str, Declaration]) -> dict[str,
         if entry.step >= part.count:
             raise TranscriptError(entry.line, f"executes step {entry.step} of {part.id}, declared for {part.count}")
         if (entry.clip is None) == (part.kind == "poisson_gaussian") or clips.setdefault(
-            part.id, entry.clip
+            part.kind, entry.clip
         ) != entry.clip:
             raise TranscriptError(
                 entry.line, f"executes {part.id} with clip {entry.clip}; one clip holds for all steps"

@@ -116,6 +116,7 @@ def train(
     shape: Shape,
     compile: bool,
     checkpoint: Path,
+    identity: str,
     team: Team,
     track,
 ) -> None:
@@ -150,6 +151,7 @@ def train(
         lr=section.lr,
         ema=section.ema,
         checkpoint=checkpoint,
+        identity=identity,
         every=section.checkpoint_every,
         writes=team.leads,
         track=track,

@@ -38,18 +38,20 @@ def fit(
     lr: float,
     ema: float,
     checkpoint: Path,
+    identity: str,
     every: int,
     writes: bool = True,
     track: Callable[[Iterable[int], int, int], Iterable[int]],
 ) -> None:
     """Run `steps` steps and leave the EMA weights in `net`. `track(steps, done, total)` shows progress.
 
-    Nothing here waits for the device, except a checkpoint, every `every` steps; `writes` says whether to write it.
+    Nothing here waits for the device, except a checkpoint, every `every` steps; `writes` says whether to write it. A
+    checkpoint of another `identity` (of all that the steps hang on) is not taken up.
     """
     parameters = trainable(net)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=parameters[0].is_cuda)
     average = [p.detach().clone() for p in parameters]
-    start = _restore(checkpoint, parameters, average, optimizer)
+    start = _restore(checkpoint, identity, parameters, average, optimizer)
     for step in track(range(start, steps), start, steps):
         optimizer.zero_grad(set_to_none=True)
         gradients(step)
@@ -61,7 +63,7 @@ def fit(
         if last or (step + 1) % every == 0:
             _refuse_divergence(average, step + 1)
         if writes and not last and (step + 1) % every == 0:
-            _save(checkpoint, step + 1, parameters, average, optimizer)
+            _save(checkpoint, identity, step + 1, parameters, average, optimizer)
     with torch.no_grad():
         for parameter, mean in zip(parameters, average, strict=True):
             parameter.copy_(mean)
@@ -73,8 +75,11 @@ def _refuse_divergence(average: list, step: int) -> None:
         raise BadInput(f"training diverged: by step {step} its weights are not finite; lower its lr")
 
 
-def _save(path: Path, step: int, parameters: list, average: list, optimizer: torch.optim.Optimizer) -> None:
+def _save(
+    path: Path, identity: str, step: int, parameters: list, average: list, optimizer: torch.optim.Optimizer
+) -> None:
     state = {
+        "identity": identity,
         "step": step,
         "parameters": [p.detach() for p in parameters],
         "average": average,
@@ -88,11 +93,13 @@ def _save(path: Path, step: int, parameters: list, average: list, optimizer: tor
     os.replace(partial, path)
 
 
-def _restore(path: Path, parameters: list, average: list, optimizer: torch.optim.Optimizer) -> int:
-    """Take up the last checkpoint, if there is one. Returns the number of steps already done."""
+def _restore(path: Path, identity: str, parameters: list, average: list, optimizer: torch.optim.Optimizer) -> int:
+    """Take up the last checkpoint, if there is one of this work. Returns the number of steps already done."""
     if not path.exists():
         return 0
     state = torch.load(path, map_location=parameters[0].device, weights_only=True)
+    if state.get("identity") != identity:
+        return 0
     with torch.no_grad():
         for live, stored in zip([*parameters, *average], [*state["parameters"], *state["average"]], strict=True):
             live.copy_(stored)

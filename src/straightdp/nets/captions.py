@@ -33,7 +33,7 @@ class Tokenizer:
         """Words of the captions, and of public texts. Refuses captions that are different but have the same ids."""
         first = {word for caption in captions for word in split_words(caption)}
         further = {word for text in texts for word in split_words(text)} - first
-        tokenizer = cls((*sorted(first), *sorted(further)), length, vocabulary)
+        tokenizer = cls((*sorted(first), *sorted(further))[: vocabulary - 1], length, vocabulary)
         seen: dict[tuple[int, ...], str] = {}
         for caption in captions:
             ids = tuple(tokenizer.ids(caption))

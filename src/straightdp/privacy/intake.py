@@ -76,12 +76,17 @@ class Intake:
         team: Team = ALONE,
     ) -> Vault:
         """The records behind their mechanisms, with the captions they train under."""
-        texts = self.prompts.captions() if self.__texts is None else self.__texts
-        ids, features = tokenizer.encode(tuple(texts)), None if featuriser is None else featuriser(texts)
-        if self.__texts is None:  # a row a prompt: each record has its own's
-            rows = torch.from_numpy(self.__prompt)
-            ids, features = ids[rows], None if features is None else features[rows]
-        captions = Captions(ids.reshape(-1, tokenizer.length), features)
+
+        def each(of: Callable[[tuple[str, ...]], torch.Tensor]) -> torch.Tensor:
+            """A row a record, of its own text or of its prompt."""
+            if self.__texts is not None:
+                return of(self.__texts)
+            return of(self.prompts.captions())[torch.from_numpy(self.__prompt)]
+
+        captions = Captions(
+            lambda: each(tokenizer.encode).reshape(-1, tokenizer.length),
+            None if featuriser is None else lambda: each(featuriser),
+        )
         return Vault(
             self.__train, ledger, noise, n=self.n, diagnostics=diagnostics, team=team, space=space, captions=captions
         )

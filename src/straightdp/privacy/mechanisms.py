@@ -138,6 +138,7 @@ def clip_to_grid(vectors: torch.Tensor, bound: float, grid: float) -> np.ndarray
     """Vectors in grid units, int64. Guarantee: no norm above `bound`. A vector that is not finite becomes zero."""
     vectors = vectors.double()
     norms = vectors.norm(dim=1, keepdim=True)
-    scale = (bound * CLIP_MARGIN / norms.clamp_min(1e-300)).clamp_max(1.0)
+    margin = CLIP_MARGIN - vectors.shape[1] * 2.0**-52  # a norm of many numbers is off by more
+    scale = (bound * margin / norms.clamp_min(1e-300)).clamp_max(1.0)
     clipped = torch.where(torch.isfinite(norms), vectors * scale, torch.zeros_like(vectors))
     return torch.trunc(clipped / grid).to(torch.int64).numpy()

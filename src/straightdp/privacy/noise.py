@@ -67,7 +67,7 @@ class Noise:
         write_durably(path, buffer.getvalue())
         return draw
 
-    def bind(self, name: str, value: bytes) -> None:
+    def bind(self, name: str, value: bytes, *, bound_before: bool = False) -> None:
         """Tie a mechanism's noise to what it hides: another value under the same name is refused, in any session."""
         path = self._folder / f"{name.replace('/', '-')}.bound"
         tag = hashlib.blake2b(name.encode() + b"|" + value, key=self._key).hexdigest()
@@ -75,6 +75,8 @@ class Noise:
             if path.read_text() != tag:
                 raise BudgetRefused(f"the noise of {name} was used for another value before: its budget is spent")
             return
+        if bound_before:
+            raise BudgetRefused(f"{path} is lost, so it is not known what the noise of {name} was used for")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, tag.encode(), mode=0o600)
 

@@ -42,17 +42,17 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Captions:
-    """What the records' captions are to the network, (N, length) ids, and to cross moments, (N, m) features."""
+    """How to find what the records' captions are to the network, (N, length) ids, and to cross moments, (N, m)."""
 
-    ids: torch.Tensor
-    features: torch.Tensor | None = None
+    ids: Callable[[], torch.Tensor]
+    features: Callable[[], torch.Tensor] | None = None
 
 
 class Vault:
     """Guarantee: every value returned is the output of a mechanism that was declared, certified and recorded.
 
-    `space` says where records lie for the flow; they are brought there after the first mechanism's entry is on disk.
-    Left out, that is their pixels, and their class stands for their caption.
+    `space` says where records lie for the flow; they are brought there, and their captions read, after the first
+    mechanism's entry is on disk. Left out, that is their pixels, and their class stands for their caption.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Vault:
         self.__records = records
         self.__space = space or Pixels(records.shape)
         self.__labels = torch.from_numpy(records.labels.astype(np.int64))
-        self.__captions = captions or Captions(self.__labels[:, None])
+        self.__captions = captions or Captions(lambda: self.__labels[:, None])
         self.__codes: torch.Tensor | None = None
         self.__ledger = ledger
         self.__noise = noise
@@ -92,8 +92,8 @@ class Vault:
         needed = statistic.sensitivity(Relation.ADD_OR_REMOVE_ONE)
         if needed > part.sensitivity * (1 + 1e-9):
             raise BudgetRefused(f"{id} moves by {needed:.6g}, more than the {part.sensitivity:.6g} declared")
-        given = self.__labels if statistic.condition == "class" else self.__captions.features
-        if given is None:
+        features_of = self.__captions.features
+        if statistic.condition == "caption" and features_of is None:
             raise BudgetRefused(f"{id} asks for features of captions, which these records have none of")
         std = part.sigma * part.sensitivity / statistic.grid
         repeated = (id, 0) in self.__ledger.executed
@@ -102,6 +102,7 @@ class Vault:
             for group, (size, relative) in statistic.noise_shape().items()
         }
         self.__ledger.spend(id)
+        given = features_of() if statistic.condition == "caption" and features_of else self.__labels
         exact = statistic.exact(self.__z(), given)
         self.__noise.bind(id, b"".join(exact[group].tobytes() for group in sorted(exact)))
         return statistic.assemble({group: exact[group] + noise[group] for group in exact})
@@ -110,7 +111,8 @@ class Vault:
         """Tie a mechanism of many steps to what it starts from (weights, plan), so that a resumed run repeats it."""
         self.__declared(id, "poisson_gaussian")
         if self.__team.leads:
-            self.__noise.bind(id, start.encode())
+            began = any(name == id for name, _ in self.__ledger.executed)
+            self.__noise.bind(id, start.encode(), bound_before=began)
 
     def noisy_gradient(
         self,
@@ -182,7 +184,7 @@ class Vault:
         """Records and captions on the device, where they stay. An empty set has one row of zeros, for padding."""
         if device not in self.__resident:
             x = torch.from_numpy(self.__records.x) if isinstance(self.__space, Pixels) else self.__z()
-            ids = self.__captions.ids
+            ids = self.__captions.ids()
             if not len(x):
                 x, ids = torch.zeros(1, *self.__space.shape), ids.new_zeros(1, ids.shape[1])
             self.__resident[device] = x.to(device), ids.to(device)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from straightdp import __version__
 from straightdp.compiled import Compiled, half
 from straightdp.data.records import Records
+from straightdp.files import file_hash
 from straightdp.flow.fit import StepGradients, fit, step_generator, trainable
 from straightdp.flow.loss import squared_error
 from straightdp.folder import RunFolder
@@ -78,6 +83,26 @@ class Inputs:
         return self.device.type == "cuda" if choice == "auto" else choice == "on"
 
 
+def public_key(inputs: Inputs, name: str) -> str:
+    """Of all that the stages `autoencode` and `pretrain` hang on: public records and a few settings."""
+    recipe, public = inputs.recipe, inputs.public
+    sections = {"autoencode": ("latent",), "pretrain": ("latent", "net", "pretrain")}[name]
+    settings = {part: getattr(recipe, part).model_dump(mode="json") for part in sections} | {"seed": recipe.run.seed}
+    codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
+    about = (
+        __version__,
+        json.dumps(settings, sort_keys=True),
+        codes,
+        public.x.shape,
+        public.x.dtype.str,
+        public.classes,
+    )
+    digest = hashlib.sha256(repr(about).encode())
+    for part in (public.x, public.labels, inputs.public_ids.cpu().numpy()):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()
+
+
 def save_net(net: nn.Module, path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -88,7 +113,7 @@ MakeBatch = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor, Tensor]]
 """Public randomness to (x_t, t, captions, target velocity)."""
 
 
-def fit_velocity(inputs: Inputs, net: MMDiT, batch: MakeBatch, name: str, section) -> None:
+def fit_velocity(inputs: Inputs, net: MMDiT, batch: MakeBatch, name: str, section, identity: str) -> None:
     """Regress the network on the batches' velocities."""
     parameters, network = trainable(net), half(net)
 
@@ -102,10 +127,12 @@ def fit_velocity(inputs: Inputs, net: MMDiT, batch: MakeBatch, name: str, sectio
         for parameter, gradient in zip(parameters, compiled(*batch(generator)), strict=True):
             parameter.grad = gradient
 
-    follow_gradients(inputs, net, gradients, name, section, ema=section.ema)
+    follow_gradients(inputs, net, gradients, name, section, section.ema, identity)
 
 
-def follow_gradients(inputs: Inputs, net: nn.Module, gradients: StepGradients, name: str, section, ema: float) -> None:
+def follow_gradients(
+    inputs: Inputs, net: nn.Module, gradients: StepGradients, name: str, section, ema: float, identity: str
+) -> None:
     fit(
         net,
         gradients,
@@ -113,6 +140,7 @@ def follow_gradients(inputs: Inputs, net: nn.Module, gradients: StepGradients, n
         lr=section.lr,
         ema=ema,
         checkpoint=inputs.folder.checkpoints / f"{name}.pt",
+        identity=identity,
         every=max(50, section.steps // 20),
         track=tracker(name),
     )

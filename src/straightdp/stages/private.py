@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -50,7 +51,8 @@ def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return distill_batch(moments, inputs.public_z, ids, null, section, tau, generator)
 
-    fit_velocity(inputs, net, batch, "distill", section)
+    identity = f"{inputs.recipe.digest()}|{file_hash(start)}|{file_hash(inputs.folder.moments)}|{tau}"
+    fit_velocity(inputs, net, batch, "distill", section, identity)
     save_net(net, out)
 
 
@@ -84,12 +86,21 @@ def dpsgd(inputs: Inputs, start: Path, vault: Vault, moments: MomentModel | None
     generator.save(inputs.folder.model, inputs.folder.model_card)
 
 
+def starting_point(inputs: Inputs, start: Path) -> str:
+    """All that DP-SGD's sums hang on beside the records: noise that hid one sum must never hide another."""
+    codes = file_hash(inputs.folder.autoencoder) if inputs.recipe.latent.d is not None else ""
+    words = hashlib.sha256(repr(inputs.conditioning.tokenizer).encode()).hexdigest()
+    plan = inputs.folder.plan.read_text()
+    return f"{file_hash(start)}|{plan}|{codes}|{words}|{inputs.device.type}"  # a device has draws of its own
+
+
 def private_steps(inputs: Inputs, start: Path, vault: Vault) -> MMDiT:
     """DP-SGD from the weights in `start`, by every process of the team."""
     net, chosen = inputs.load_net(start), json.loads(inputs.folder.plan.read_text())
     shape = tuple(chosen["shape"])
-    for k in range(len(shape)):  # a device has draws of its own
-        vault.bind(bucket_id(k, len(shape)), f"{file_hash(start)}|{chosen}|{inputs.device.type}")
+    identity = starting_point(inputs, start)
+    for k in range(len(shape)):
+        vault.bind(bucket_id(k, len(shape)), identity)
     train(
         net,
         vault,
@@ -100,6 +111,7 @@ def private_steps(inputs: Inputs, start: Path, vault: Vault) -> MMDiT:
         shape=shape,
         compile=inputs.compile,
         checkpoint=inputs.folder.checkpoints / "dpsgd.pt",
+        identity=identity,
         team=inputs.team,
         track=tracker("dpsgd") if inputs.team.leads else quiet,
     )

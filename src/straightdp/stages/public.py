@@ -23,7 +23,7 @@ from straightdp.nets.spaces import Codes
 from straightdp.privacy.workload import UNIFORM, Shape
 from straightdp.progress import say
 from straightdp.recipe import Recipe, Sample
-from straightdp.stages.inputs import Inputs, fit_velocity, follow_gradients, save_net
+from straightdp.stages.inputs import Inputs, fit_velocity, follow_gradients, public_key, save_net
 
 
 def autoencode(inputs: Inputs, out: Path) -> None:
@@ -43,7 +43,7 @@ def autoencode(inputs: Inputs, out: Path) -> None:
         for parameter, gradient in zip(parameters, compiled(x[rows], noise), strict=True):
             parameter.grad = gradient
 
-    follow_gradients(inputs, net, gradients, "autoencode", section, ema=0.99)
+    follow_gradients(inputs, net, gradients, "autoencode", section, 0.99, public_key(inputs, "autoencode"))
     net.settle(x)
     save_net(net, out)
 
@@ -63,7 +63,12 @@ def pretrain(inputs: Inputs, out: Path) -> None:
     """Flow matching, equation (1), on public images under captions of their own."""
     section, net = inputs.recipe.pretrain, inputs.new_net()
     net.constrained = not inputs.recipe.net.post_hoc
-    fit_velocity(inputs, net, lambda generator: _public_batch(inputs, section.batch, generator), "pretrain", section)
+    identity = public_key(inputs, "pretrain")
+
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _public_batch(inputs, section.batch, generator)
+
+    fit_velocity(inputs, net, batch, "pretrain", section, identity)
     save_net(net, out)
 
 
@@ -144,11 +149,9 @@ def measured_candidates(recipe: Recipe, basis: Basis, z: Tensor, labels: Tensor,
 
 
 def load_shape(inputs: Inputs) -> Shape:
-    return (
-        tuple(json.loads(inputs.folder.allocation.read_text())["shape"])
-        if inputs.folder.allocation.exists()
-        else UNIFORM
-    )
+    if inputs.recipe.dpsgd.plan == "uniform" or not inputs.recipe.dpsgd.steps:
+        return UNIFORM
+    return tuple(json.loads(inputs.folder.allocation.read_text())["shape"])
 
 
 RADII = ("radius", "residual_radius", "widest_residual", "image_radius")
