@@ -349,6 +349,28 @@ def test_noise_for_another_clip_than_the_engines_is_refused(tmp_path):
     assert len(seen) == 1
 
 
+def test_a_lost_tie_of_a_mechanism_that_ran_is_refused(tmp_path):
+    """It cannot be known any more which sum its noise has hidden."""
+    statistic = RowSum(lambda z, y: z[:, :2], 2, 2.0)
+    vault = make_vault(tmp_path, some_records(9))
+    vault.bind("sum", "this basis")
+    vault.gaussian_sum("sum", statistic)
+    for path in (tmp_path / "noise").glob("sum-start.bound"):
+        path.unlink()
+    again = Vault(
+        some_records(9),
+        Ledger(tmp_path / "t.jsonl"),
+        Noise(b"k" * 32, pinned=True, folder=tmp_path / "noise"),
+        n=50,
+        diagnostics=tmp_path / "diagnostics.jsonl",
+    )
+    with pytest.raises(BudgetRefused, match=r"sum-start\.bound is lost"):
+        again.bind("sum", "this basis")
+    again.bind("steps", "these weights")  # which never ran
+    with pytest.raises(BudgetRefused, match="not declared"):
+        again.bind("another", "anything")
+
+
 CALLERS = {
     "gaussian_sum": {"moments/release.py"},
     "noisy_gradient": {"dpsgd/trainer.py"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -42,6 +43,12 @@ class Basis:
 
     def features(self, z: Tensor) -> Tensor:
         return on_grid(z, Z_BITS) @ self.P.T - self.mean @ self.P.T
+
+    def digest(self) -> str:
+        """A hash of all its numbers."""
+        radii = (self.radius, self.residual_radius, self.widest_residual, self.image_radius)
+        numbers = self.mean.numpy().tobytes() + self.P.contiguous().numpy().tobytes()
+        return hashlib.sha256(repr(radii).encode() + numbers).hexdigest()
 
     def lift(self, f: Tensor) -> Tensor:
         """Features back to records: mu_pub + P^T f."""

@@ -108,11 +108,12 @@ class Vault:
         return statistic.assemble({group: exact[group] + noise[group] for group in exact})
 
     def bind(self, id: str, start: str) -> None:
-        """Tie a mechanism of many steps to what it starts from (weights, plan), so that a resumed run repeats it."""
-        self.__declared(id, "poisson_gaussian")
+        """Tie a mechanism to what it starts from (weights, plan, basis) before it runs: a resumed run repeats it."""
+        if id not in self.__ledger.declared:
+            raise BudgetRefused(f"mechanism {id!r} was not declared before the first private read")
         if self.__team.leads:
             began = any(name == id for name, _ in self.__ledger.executed)
-            self.__noise.bind(id, start.encode(), bound_before=began)
+            self.__noise.bind(f"{id}/start", start.encode(), bound_before=began)
 
     def noisy_gradient(
         self,

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from straightdp import __version__
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.planner import start_of_times
 from straightdp.dpsgd.trainer import Bucket, draw, made_up, public_clip, record_losses, train
@@ -20,19 +21,21 @@ from straightdp.generator import Generator
 from straightdp.moments.basis import Basis
 from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
-from straightdp.moments.release import Prompts, run_release
+from straightdp.moments.release import Prompts, release_parts, run_release
 from straightdp.moments.text import TextBasis
 from straightdp.nets.mmdit import MMDiT
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import bucket_id
 from straightdp.progress import quiet, say, tracker
-from straightdp.stages.inputs import Inputs, fit_velocity, save_net
+from straightdp.stages.inputs import Inputs, fit_velocity, public_key, save_net
 from straightdp.stages.public import load_shape, settled_sample
 
 
 def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Path) -> None:
     """Stage 1: the declared moment mechanisms, once each."""
+    for id in (part.id for part in release_parts(inputs.recipe)):
+        vault.bind(id, f"{basis.digest()}|{_eyes(inputs, words=inputs.featuriser is not None)}")
     stds = {part.id: part.sigma * part.sensitivity for part in ledger.declared.values()}
     prompts = None
     if inputs.featuriser is not None:
@@ -51,7 +54,8 @@ def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return distill_batch(moments, inputs.public_z, ids, null, section, tau, generator)
 
-    identity = f"{inputs.recipe.digest()}|{file_hash(start)}|{file_hash(inputs.folder.moments)}|{tau}"
+    seen = f"{public_key(inputs, 'pretrain')}|{inputs.conditioning.tokenizer!r}"
+    identity = f"{inputs.recipe.digest()}|{file_hash(start)}|{file_hash(inputs.folder.moments)}|{tau}|{seen}"
     fit_velocity(inputs, net, batch, "distill", section, identity)
     save_net(net, out)
 
@@ -88,10 +92,15 @@ def dpsgd(inputs: Inputs, start: Path, vault: Vault, moments: MomentModel | None
 
 def starting_point(inputs: Inputs, start: Path) -> str:
     """All that DP-SGD's sums hang on beside the records: noise that hid one sum must never hide another."""
-    codes = file_hash(inputs.folder.autoencoder) if inputs.recipe.latent.d is not None else ""
-    words = hashlib.sha256(repr(inputs.conditioning.tokenizer).encode()).hexdigest()
     plan = inputs.folder.plan.read_text()
-    return f"{file_hash(start)}|{plan}|{codes}|{words}|{inputs.device.type}"  # a device has draws of its own
+    return f"{file_hash(start)}|{plan}|{_eyes(inputs, words=True)}|{inputs.device.type}"  # a device has its own draws
+
+
+def _eyes(inputs: Inputs, *, words: bool) -> str:
+    """How records are seen: by which version, through which autoencoder, and, if captions matter, with which ids."""
+    codes = file_hash(inputs.folder.autoencoder) if inputs.recipe.latent.d is not None else ""
+    ids = hashlib.sha256(repr(inputs.conditioning.tokenizer).encode()).hexdigest() if words else ""
+    return f"{__version__}|{codes}|{ids}"
 
 
 def private_steps(inputs: Inputs, start: Path, vault: Vault) -> MMDiT:

@@ -180,7 +180,7 @@ def settled_sample(inputs: Inputs) -> Sample:
         return section
     if section.port != "guide":
         return section.model_copy(update={"t0": Sample().t0})
-    settings = [section.steps, section.guidance, section.batch]
+    settings = [section.steps, section.guidance, section.batch, public_key(inputs, "pretrain")]
     known = json.loads(folder.plateau.read_text()) if folder.plateau.exists() else {}
     if known.get("settings") != settings:
         basis = load_basis(folder.calibration)
