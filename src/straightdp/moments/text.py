@@ -75,7 +75,7 @@ def pooled(tokenizer: Tokenizer, width: int) -> Featuriser:
 def minilm() -> Featuriser:
     """Mean of the last hidden states over a caption's tokens, at unit length, one caption at a time."""
     folder = _minilm_folder()
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
