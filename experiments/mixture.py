@@ -1,4 +1,4 @@
-"""The paper's toy sweep: Wasserstein-2 distance to the true mixture against epsilon, for both plans, under a minute.
+"""The paper's toy sweep: Wasserstein-2 distance to the true mixture against epsilon, for both plans.
 
 python experiments/mixture.py --results experiments/results/mixture.json
 """
