@@ -1,5 +1,6 @@
 """What several test files share: a tiny run on real files, and how a refusal must read."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -109,3 +110,15 @@ def tiny(tiny_data, tmp_path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY.format(**tiny_data))
     return path
+
+
+DATA = Path(os.environ.get("STRAIGHTDP_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+
+
+@pytest.fixture
+def data(monkeypatch) -> Path:
+    """The standard data sets, where they are at hand."""
+    if not (DATA / "mnist").is_dir():
+        pytest.skip("the data sets are not here: set STRAIGHTDP_DATA to the folder that has them")
+    monkeypatch.setenv("STRAIGHTDP_DATA", str(DATA))
+    return DATA

@@ -1,8 +1,5 @@
 """Named sets, the two demo sets, the toy mixture, and captions."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -10,17 +7,6 @@ from straightdp.data import builtin, catalogue, demo, download, mixture
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load
 from straightdp.errors import BadInput
-
-BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
-DATA = Path(os.environ.get("STRAIGHTDP_DATA") or BESIDE)
-
-
-@pytest.fixture
-def data(monkeypatch):
-    if not (DATA / "mnist").is_dir():
-        pytest.skip("the data sets are not here: set STRAIGHTDP_DATA to the folder that has them")
-    monkeypatch.setenv("STRAIGHTDP_DATA", str(DATA))
-    return DATA
 
 
 @pytest.mark.parametrize(

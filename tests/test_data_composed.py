@@ -1,8 +1,5 @@
 """Composed sets: the caption tells what the picture shows, and the picture shows what the caption tells."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,19 +13,9 @@ from straightdp.data.composed import QUADRANTS, SLOTS, STROKES, TEMPLATES
 from straightdp.data.sources import load
 from straightdp.errors import BadInput
 
-BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
-DATA = Path(os.environ.get("STRAIGHTDP_DATA") or BESIDE)
 CORNERS = {"upper left": (0, 0), "upper right": (0, 24), "lower left": (24, 0), "lower right": (24, 24)}
 HERE = ("composed-mnist:test", "composed-kmnist:test")
 PLUS = np.array([[0, 1, 0], [1, 1, 1], [0, 1, 0]], bool)
-
-
-@pytest.fixture
-def data(monkeypatch):
-    if not (DATA / "mnist").is_dir():
-        pytest.skip("the data sets are not here: set STRAIGHTDP_DATA to the folder that has them")
-    monkeypatch.setenv("STRAIGHTDP_DATA", str(DATA))
-    return DATA
 
 
 @pytest.fixture

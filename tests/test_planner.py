@@ -37,14 +37,14 @@ from straightdp.dpsgd.trainer import Bucket, buckets, draw, record_losses
 from straightdp.flow.path import TorchDraws
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import release_parts
-from straightdp.nets.mmdit import MMDiT
 from straightdp.privacy.accountant import Declaration, epsilon, rdp_epsilon
 from straightdp.privacy.ledger import START, Ledger, seal
 from straightdp.privacy.noise import Noise
 from straightdp.privacy.vault import Captions, Vault
 from straightdp.privacy.workload import Certificate, bucket_id, bucket_steps, certify, dpsgd_sigma, gradients
-from straightdp.recipe import DpSgd, Net, parse
+from straightdp.recipe import DpSgd, parse
 from straightdp.team import ALONE
+from test_clipping import SHAPE, random_net
 
 DELTA = 1e-5
 CPU = torch.device("cpu")
@@ -366,18 +366,7 @@ def test_a_certificate_of_equal_buckets_is_that_of_one(name):
 # A step of a bucket
 
 
-NET = Net(width=16, depth=2, heads=2, patch=2, caption_width=8, caption_length=3, vocabulary=16)
-SHAPE = (1, 4, 4)
 NULL = torch.zeros(1, 3, dtype=torch.int64)
-
-
-def random_net(seed: int = 0) -> MMDiT:
-    torch.manual_seed(seed)
-    net = MMDiT(NET, SHAPE)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.normal_(0, 0.3)
-    return net
 
 
 def drawn(z, bucket: Bucket, seed: int) -> tuple[torch.Tensor, ...]:

@@ -65,7 +65,7 @@ class Compiled:
 def half(network: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The network in bfloat16 on a GPU; inputs, outputs and everything around it stay float32.
 
-    cuDNN's attention, the default on Hopper, is left out: on short sequences its backward pass gives NaN.
+    cuDNN's attention is left out: on Hopper its backward pass is reported to give NaN for some shapes.
     """
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

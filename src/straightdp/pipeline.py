@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from straightdp import cache
-from straightdp.cache import shared
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load as load_records
 from straightdp.errors import BadInput, BudgetRefused
@@ -139,7 +138,7 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
 def _shared(inputs: Inputs, name: str, out: Path) -> None:
     """A stage that hangs on public records and few settings, so that runs may share it."""
     work = {"autoencode": prepare.autoencode, "pretrain": prepare.pretrain}[name]
-    shared(name, public_key(inputs, name), out, lambda: work(inputs, out))
+    cache.shared(name, public_key(inputs, name), out, lambda: work(inputs, out))
 
 
 def _use(inputs: Inputs) -> None:
