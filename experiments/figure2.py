@@ -42,7 +42,9 @@ def space_of(recipe: Recipe, public, device: torch.device) -> Space:
         folder = RunFolder(Path(work))
         folder.checkpoints.mkdir(parents=True)
         compiled = device.type == "cuda"
-        inputs = SimpleNamespace(recipe=recipe, device=device, public=public, compile=compiled, folder=folder)
+        inputs = SimpleNamespace(
+            recipe=recipe, device=device, public=public, public_ids=torch.zeros(0), compile=compiled, folder=folder
+        )
         autoencode(inputs, folder.autoencoder)  # type: ignore[arg-type]
         net = Autoencoder(recipe.latent, public.shape)
         net.load_state_dict(load_file(folder.autoencoder))
