@@ -26,6 +26,7 @@ from straightdp.moments.field import MomentModel
 from straightdp.moments.text import MINILM_PACKAGE
 from straightdp.nets.captions import Tokenizer
 from straightdp.privacy import intake
+from straightdp.privacy.measures import Measures
 from straightdp.privacy.vault import Vault
 
 BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -200,7 +201,6 @@ def test_each_slot_is_scored_beside_the_class(slotted):
         "released moments alone",
         "captions' label",
         "captions' size",
-        "chance",
     ]
     assert all(0 <= value <= 1 for value in found.values())
     assert "captions' size" not in (slotted.folder.release / "report.html").read_text()
@@ -251,19 +251,19 @@ def test_a_slots_score_is_how_often_its_classifier_finds_the_word_of_the_caption
     def by_heart(z, values):
         return lambda new: values[torch.cdist(new.flatten(1), z.flatten(1)).argmin(dim=1)]
 
-    def agreement(self, fit, z, values, slot):
-        asked[slot] = values
+    def agreement(self, fit, sets, slot):
+        [(_, asked[slot])] = sets
         own = slotted.records.z()
         said = [text.split()[2 - slot] for text in slotted.records.texts]  # "a small 1": the label is slot 0
         truth = torch.tensor([(CLASSES, SIZES)[slot].index(word) for word in said])
-        assert plain(self, by_heart, own, truth, slot) == 1.0
+        assert plain(self, by_heart, [(own, truth)], slot) == [1.0]
         half = torch.where(torch.arange(len(truth)) % 2 == 0, truth, (truth + 1) % (3 - slot))
-        assert plain(self, by_heart, own, half, slot) == 0.5
-        return 0.125
+        assert plain(self, by_heart, [(own, half)], slot) == [0.5]
+        return [0.125]
 
-    plain = intake.Intake.agreement
+    plain = Measures.agreement
     with monkeypatch.context() as patch:
-        patch.setattr(intake.Intake, "agreement", agreement)
+        patch.setattr(Measures, "agreement", agreement)
         assert main(["evaluate", str(slotted.folder.root)]) == 0
     found = scores(slotted.folder)
     assert found["captions' label"] == found["captions' size"] == 0.125

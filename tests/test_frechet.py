@@ -1,4 +1,5 @@
-"""The Frechet distance of Gaussians: closed forms, scipy's matrix root, and covariances without full rank."""
+"""The Frechet distance of Gaussians: closed forms, scipy's matrix root, covariances without full rank, and what is kept
+of public references."""
 
 import numpy as np
 import pytest
@@ -6,8 +7,10 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from straightdp.metrics.frechet import frechet, moments
+from straightdp.metrics.frechet import Streamed, frechet, frechet_between, moments, reference
+from straightdp.metrics.inception import Features
 
 SEEDS = st.integers(0, 10**6)
 
@@ -115,3 +118,137 @@ def test_fewer_records_than_features_are_fine():
     a, b = (torch.tensor(v, dtype=torch.float64)[:, None] * line for v in ([0.0, 2.0], [3.0, 7.0]))
     expected = (1 - 5) ** 2 + (2**0.5 - 8**0.5) ** 2
     assert frechet(moments(a), moments(b)) == pytest.approx(expected, abs=1e-6)
+
+
+@settings(max_examples=40)
+@given(SEEDS, st.integers(1, 12), st.integers(2, 40), st.integers(2, 40))
+def test_straight_from_features_it_is_the_distance_of_their_moments(seed, p, n1, n2):
+    """On either side, fewer records than features and more."""
+    rng = np.random.default_rng(seed)
+    one, two = (torch.from_numpy(rng.normal(size=(n, p)) @ rng.normal(size=(p, p)) + 3) for n in (n1, n2))
+    both = moments(one), moments(two)
+    assert frechet_between(one, two) == pytest.approx(frechet(*both), rel=1e-9, abs=rounding(*both))
+
+
+@settings(max_examples=40)
+@given(SEEDS, st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 6))
+def test_streamed_moments_are_those_of_the_whole_in_any_order_of_batches(seed, sizes, p):
+    rng = np.random.default_rng(seed)
+    batches = [torch.from_numpy(rng.normal(size=(n, p)) * 3 + k) for k, n in enumerate([*sizes, 2])]
+    mean, covariance = moments(torch.cat(batches))
+    for order in (batches, batches[::-1], [batches[k] for k in rng.permutation(len(batches))]):
+        streamed = Streamed()
+        for batch in order:
+            streamed.add(batch)
+        assert streamed.n == sum(sizes) + 2
+        found = streamed.moments()
+        torch.testing.assert_close(found[0], mean, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found[1], covariance, rtol=1e-10, atol=1e-10)
+
+
+def test_streamed_moments_lose_nothing_to_a_large_mean():
+    """Sums of squares would: with a mean of 1e8 they keep no digit of a variance of 1."""
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(400, 3)))
+    streamed = Streamed()
+    for batch in (x + 1e8).split(7):
+        streamed.add(batch)
+    torch.testing.assert_close(streamed.moments()[1], moments(x)[1], rtol=1e-6, atol=1e-6)
+
+
+def test_moments_that_were_handed_out_do_not_change():
+    streamed = Streamed()
+    streamed.add(torch.tensor([[0.0], [2.0]]))
+    mean, covariance = streamed.moments()
+    streamed.add(torch.tensor([[40.0]]))
+    assert (mean.item(), covariance.item()) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("records", [0, 1])
+def test_a_covariance_needs_two_records(records):
+    streamed = Streamed()
+    streamed.add(torch.zeros(records, 3))
+    with pytest.raises(ValueError, match=f"{records} came"):
+        streamed.moments()
+
+
+class Counted(nn.Module):
+    """Nine pixels of a picture, some multiplied; it counts the pictures it has seen."""
+
+    def __init__(self, gain: float = 1.0):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(gain))
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen += len(x)
+        pixels = x[:, 0, ::149, ::149].flatten(1)
+        return torch.cat((pixels, self.gain * pixels[:, :3] * pixels[:, 3:6]), dim=1)
+
+
+def pictures(seed: int, n: int = 40) -> torch.Tensor:
+    return torch.rand(n, 1, 6, 6, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def test_a_reference_is_computed_once_for_the_same_weights_resizing_and_pictures(tmp_path):
+    net, z = Counted(), pictures(0)
+    features = Features("stub", "aa", net)
+    folder = tmp_path / "new" / "references"
+    first = reference(features, z, folder)
+    torch.testing.assert_close(first, moments(features(z)), rtol=1e-10, atol=1e-12)
+    seen = net.seen
+    again = reference(features, z.clone(), folder)
+    assert net.seen == seen
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    others = [
+        (Features("stub", "ab", net), z),
+        (Features("stub", "aa", net, "another way"), z),
+        (features, z + torch.eye(6) * 1e-6),
+        (features, z[:-1]),
+        (features, z.reshape(40, 1, 4, 9)),
+    ]
+    for other, other_z in others:
+        before = net.seen
+        reference(other, other_z, folder)
+        assert net.seen > before
+    assert len(list(folder.iterdir())) == 1 + len(others)
+
+
+def test_a_damaged_reference_is_computed_and_written_again(tmp_path):
+    net, z = Counted(), pictures(0)
+    features = Features("stub", "aa", net)
+    right = reference(features, z, tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for damaged in (b"", b"nonsense", whole[:-8], whole[:-1] + bytes([whole[-1] ^ 1])):
+        path.write_bytes(damaged)
+        before = net.seen
+        found = reference(features, z, tmp_path)
+        assert net.seen == before + len(z)
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+        assert path.read_bytes() == whole
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_reference_that_is_not_to_be_kept_is_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    features, z = Features("stub", "aa", Counted()), pictures(0)
+    torch.testing.assert_close(reference(features, z, None), moments(features(z)), rtol=1e-10, atol=1e-12)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_library_gives_the_same_distance_in_our_features():
+    fid = pytest.importorskip("torchmetrics.image.fid")
+    features, real, fake = Features("stub", "aa", Counted(4.0)), pictures(1, 300), pictures(2, 200) ** 3
+
+    class Ours(nn.Module):
+        num_features = 12
+
+        def forward(self, z):
+            return features(z)
+
+    theirs = fid.FrechetInceptionDistance(Ours(), normalize=True)
+    theirs.update(real, real=True)
+    theirs.update(fake, real=False)
+    found = frechet(reference(features, real, None), moments(features(fake)))
+    assert found == pytest.approx(float(theirs.compute()), rel=1e-3)
+    assert found > 0.1

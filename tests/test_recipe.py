@@ -240,7 +240,14 @@ OTHER: dict[str, dict[str, Any]] = {
         "checkpoint_every": 7,
     },
     "sample": {"n": 1, "steps": 1, "guidance": 1.0, "port": "release", "t0": 0.5, "batch": 1},
-    "evaluate": {"probe_steps": 1, "probe_batch": 1, "seeds": 2, "real_reference": True},
+    "evaluate": {
+        "probe_steps": 1,
+        "probe_batch": 1,
+        "seeds": 2,
+        "real_reference": True,
+        "thorough": "on",
+        "images": 10,
+    },
 }
 
 

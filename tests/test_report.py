@@ -4,94 +4,39 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import html
 import io
-import json
 import math
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from report_facts import neighbours, pictures, private_facts, public_facts
 from straightdp.report import (
     AssumptionFact,
+    AuditFact,
+    ClassDistance,
     ClassPictures,
+    LabelAware,
     MechanismFact,
+    Neighbour,
+    Neighbours,
     PrivateFacts,
-    PublicFacts,
+    Quality,
     Score,
     dataset_card,
+    model_card,
     render,
     words,
 )
+from straightdp.report.facts import REFERENCES
 
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 MARK = "Computed from private records without noise. Not for publication."
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-
-
-def pictures(n_classes: int, n: int, side: int = 28, channels: int = 1, seed: int = 0) -> tuple[ClassPictures, ...]:
-    """Uniform noise: the worst case for a PNG."""
-    draw = np.random.default_rng(seed).integers(0, 256, (n_classes, n, side, side, channels), dtype=np.uint8)
-    return tuple(ClassPictures(f"class {i}", images) for i, images in enumerate(draw))
-
-
-def public_facts(n_classes: int = 3, **changes) -> PublicFacts:
-    facts = PublicFacts(
-        title="Digits",
-        version="0.1.0",
-        epsilon_budget=1.0,
-        epsilon=0.99941,
-        delta=1e-5,
-        unit="one record",
-        adjacency="add or remove one record",
-        n=60_000,
-        mode="tight",
-        accountant="PLD",
-        releasable=True,
-        why_not="",
-        mechanisms=(
-            MechanismFact("means", "class means", "gaussian_sum", 1.118, 15.0, None, 1, 1, 0.29),
-            MechanismFact("dpsgd", "clipped gradients", "noisy_gradient", 0.5, 2.77, 0.034, 300, 300, 0.72),
-        ),
-        assumptions=(AssumptionFact("N", "60000", "recipe"),),
-        classes=tuple(f"class {i}" for i in range(n_classes)),
-        synthetic=pictures(n_classes, 4),
-        public=pictures(n_classes, 4, seed=1),
-        moments=pictures(n_classes, 1, seed=2),
-        n_synthetic=10_000,
-        stages=(("pretrain", 1340.0), ("train", 77.0)),
-        files=(("transcript.jsonl", 48_211, "the transcript"),),
-    )
-    return dataclasses.replace(facts, **changes)
-
-
-def private_facts(steps: int = 30) -> PrivateFacts:
-    """Numbers and words that could come from nowhere else on the page."""
-    wave = 31.4159 + np.sin(np.arange(steps))
-    norms = {key: list(wave * k) for key, k in (("q10", 0.5), ("q50", 1.0), ("q90", 2.0))}
-    return PrivateFacts(
-        scores=(
-            Score("SENTINEL-score", 0.8642, 0.0137, "SENTINEL-note"),
-            Score("reference", 0.7531, None, ""),
-        ),
-        gradient_norms={
-            "step": list(range(steps)),
-            **norms,
-            "clip_fraction": [0.6271] * steps,
-            "batch": [2037] * steps,
-        },
-        holdout_n=98_765,
-        notes=("SENTINEL-remark",),
-    )
 
 
 class Tree(HTMLParser):
@@ -147,6 +92,14 @@ class Tree(HTMLParser):
         self.keep(f"<!{decl}>")
 
 
+def sources(page: str) -> list[str]:
+    return [attrs["src"] or "" for tag, attrs in Tree(page).tags if tag == "img"]
+
+
+def decoded(source: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))))
+
+
 def squeeze(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
@@ -165,10 +118,16 @@ def test_internal_edition_without_its_private_elements_is_the_public_edition():
 def test_public_edition_has_no_private_number_or_word():
     public, private = public_facts(), private_facts()
     outside, inside = render(public, None), render(public, private)
-    sentinels = ("SENTINEL", "86.4", "75.3", "98,765", "31.4", "2,037", MARK)
+    sentinels = ("SENTINEL", "86.4", "75.3", "91.2", "98,765", "31.4", "2,037", MARK)
+    sentinels += ("17.2", "172", "4,321", "31.3", "42.4", "27.3", "59.6", "68.7", "83.8", "3.83", "7.25", "0.246")
     for sentinel in sentinels:
         assert sentinel in inside, sentinel
         assert sentinel not in outside, sentinel
+    for word in set(re.findall(r"SENTINEL-\w+", str(private))):
+        assert word in inside, f"{word} is shown nowhere"
+    theirs = {image.tobytes() for one in neighbours().shown for image in one.nearest}
+    assert theirs <= {decoded(source).tobytes() for source in sources(inside)}
+    assert not theirs & {decoded(source).tobytes() for source in sources(outside)}
 
 
 def test_every_private_section_says_so_and_a_banner_comes_first():
@@ -176,14 +135,14 @@ def test_every_private_section_says_so_and_a_banner_comes_first():
     body = page[page.index("<body>") :]
     assert body.index('class="banner"') < body.index("<h1>")
     sections = re.findall(r'<section[^>]*data-edition="private".*?</section>', page, re.S)
-    assert len(sections) == 2
+    assert len(sections) == 3
     assert all(MARK in section for section in sections)
-    assert page.count(MARK) == 2
+    assert page.count(MARK) == 4, "three sections, and the audit within the privacy section"
 
 
 def test_other_private_values_leave_the_public_elements_alone():
     public = public_facts()
-    other = PrivateFacts((), {}, 0, ())
+    other = PrivateFacts()
     assert squeeze("".join(Tree(render(public, other)).kept)) == squeeze(render(public, None))
 
 
@@ -198,10 +157,10 @@ def test_page_is_well_formed_with_landmarks_headings_and_alternatives():
         assert names.count(once) == (1 if once != "title" else 1 + names.count("svg")), once
     assert ("html", {"lang": "en"}) in tree.tags
     images = [attrs for tag, attrs in tree.tags if tag == "img"]
-    assert len(images) == 9
+    assert len(images) == 9 + 2 * (1 + 3)
     assert all((attrs["alt"] or "").strip() and attrs["width"] and attrs["height"] for attrs in images)
     charts = [attrs for tag, attrs in tree.tags if tag == "svg"]
-    assert len(charts) == 6
+    assert len(charts) == 14
     ids = [attrs["id"] for _, attrs in tree.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     for attrs in charts:
@@ -209,6 +168,9 @@ def test_page_is_well_formed_with_landmarks_headings_and_alternatives():
         assert set((attrs["aria-labelledby"] or "").split()) <= set(ids)
     levels = [int(tag[1]) for tag in names if re.fullmatch("h[1-6]", tag)]
     assert all(b <= a + 1 for a, b in pairwise(levels)), "a heading level is skipped"
+    cells = [attrs for tag, attrs in tree.tags if tag == "th"]
+    assert cells
+    assert all(attrs.get("scope") in ("col", "row") for attrs in cells)
     links = [attrs["href"] for tag, attrs in tree.tags if tag == "a"]
     assert all((link or "")[1:] in ids for link in links)
 
@@ -235,7 +197,14 @@ def test_hostile_text_is_escaped_everywhere():
         mechanisms=(mechanism,), assumptions=(AssumptionFact(evil, evil, evil),), classes=(evil, "b"),
         synthetic=images, public=images, moments=images, stages=((evil, 1.0),), files=((evil, 1, evil),),
     )  # fmt: skip
-    private = dataclasses.replace(private_facts(), scores=(Score(evil, 0.5, None, evil),), notes=(evil,))
+    near = neighbours(1)
+    shown = (dataclasses.replace(near.shown[0], label=evil),)
+    private = private_facts(
+        scores=(Score(evil, 0.5, None, evil, evil),), notes=(evil,), distance_name=evil, features_note=evil,
+        quality=(Quality(evil, 1, 1.0, None, None, None, evil),), label_aware=(LabelAware(evil, 0.5, 0.5, evil),),
+        class_distances=(ClassDistance(evil, 1.0),), audit=(AuditFact(1.0, 0.0, 0.9, evil, evil),),
+        neighbours=dataclasses.replace(near, shown=shown, space=evil),
+    )  # fmt: skip
     page = render(public, private)
     assert "script" not in {tag for tag, _ in Tree(page).tags}
     assert "<script" not in page
@@ -253,7 +222,7 @@ def test_page_stays_below_three_megabytes(n_classes, n, side, channels):
         public=pictures(n_classes, n, side, channels, 1),
         moments=pictures(n_classes, 1, side, channels, 2),
     )
-    page = render(public, private_facts(2_000))
+    page = render(public, private_facts(2_000, neighbours=neighbours(20, 9, side, channels)))
     assert len(page.encode()) < 3_000_000
     everything = (n_classes, n, side, channels) == (10, 10, 28, 1)
     assert ("are shown." in page or "are reduced to" in page) != everything
@@ -271,9 +240,8 @@ def test_a_thousand_classes_are_cut_and_the_page_says_so():
 def test_contact_sheet_holds_the_pictures_pixel_for_pixel():
     one = pictures(1, 7)[0]
     page = render(public_facts(1, synthetic=(one,), public=(), moments=()), None)
-    sources = [attrs["src"] for tag, attrs in Tree(page).tags if tag == "img"]
-    assert len(sources) == 1
-    sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode((sources[0] or "").partition(",")[2]))))
+    (source,) = sources(page)
+    sheet = decoded(source)
     assert sheet.shape == (2 * 28 + 2, 4 * 28 + 3 * 2, 2)
     for i, image in enumerate(one.images):
         cell = sheet[i // 4 * 30 :, i % 4 * 30 :][:28, :28]
@@ -282,8 +250,102 @@ def test_contact_sheet_holds_the_pictures_pixel_for_pixel():
     assert (sheet[30:, 90:, 1] == 0).all(), "the place of an eighth picture is transparent"
 
 
+# --- numbers beside their references ----------------------------------------------------------------------
+
+
+def chart(page: str, id: str) -> str:
+    return next(svg for svg in re.findall(r"<svg.*?</svg>", page, re.S) if f'id="{id}-title"' in svg)
+
+
+def widths(svg: str) -> list[float]:
+    return [float(width) for width in re.findall(r'<rect class="fill[^>]* width="([\d.]+)"', svg)]
+
+
+def test_each_mechanism_stands_beside_the_total_and_the_budget():
+    page = render(public_facts(), None)
+    assert widths(chart(page, "shares")) == pytest.approx([440 * x for x in (0.99941, 0.29, 0.72)], abs=0.06)
+    for said in ("all together: 0.9995 (100", "means: 0.29 (29", "dpsgd: 0.72 (72"):
+        assert said in page
+
+
+def test_each_classifier_has_its_chart_with_its_scores_alone():
+    page = render(public_facts(4), private_facts())
+    assert widths(chart(page, "scores-0")) == pytest.approx([440 * 0.8642, 440 * 0.7531], abs=0.06)
+    assert widths(chart(page, "scores-1")) == pytest.approx([440 * 0.9123], abs=0.06)
+    assert "guessing at random: 25.0" in chart(page, "scores-1")
+    assert "a second was not run" not in page
+    assert "a second was not run" in render(public_facts(), private_facts(scores=private_facts().scores[:2]))
+
+
+NOT_RUN = (
+    "No audit was run",
+    "No score was measured",
+    "no distance between image sets",
+    "neither label consistency nor the domain rate",
+    "no distance within a class",
+    "nobody looked for the training records",
+    "No gradient step was recorded",
+)
+
+
+def test_what_was_not_run_is_said_to_be_not_run():
+    bare, full = render(public_facts(), PrivateFacts()), render(public_facts(), private_facts())
+    for said in NOT_RUN:
+        assert said in bare, said
+        assert said not in full, said
+
+
+def test_missing_references_of_the_distance_are_named():
+    def page(names) -> str:
+        return render(public_facts(), PrivateFacts(quality=tuple(Quality(n, 9, 1.0, 0.5, 0.5, 1.0, "") for n in names)))
+
+    assert "not run" not in page(("synthetic data", *REFERENCES)).partition('id="utility-h"')[2].partition("Labels")[0]
+    for left_out in REFERENCES:
+        names = [name for name in REFERENCES if name != left_out]
+        assert f"Not run: {left_out}." in page(("synthetic data", *names))
+
+
+def test_only_the_published_weights_make_a_fid():
+    slim, fid = render(public_facts(), private_facts()), render(public_facts(), private_facts(distance_name="FID"))
+    assert "<strong>not FID</strong>" in slim
+    assert "these values are FID" in fid
+    assert "not FID" not in fid
+    assert "FD-slim" not in fid
+
+
+def test_nearest_records_are_counted_against_the_held_out_ones():
+    """Held-out distances are 1 to 100: two of four synthetic ones are below the 5 % quantile, 7.25 is above seven."""
+    page = render(public_facts(), private_facts())
+    assert "<strong>50.0\u00a0%</strong> of 4 synthetic images are nearer to a training record than 95.0" in page
+    assert page.count('<td class="num">7.0\u00a0%</td>') == 2
+    assert "nearer than every one" not in page
+    copied = dataclasses.replace(neighbours(1), heldout=[8.0, 9.0])
+    assert "nearer than every one" in render(public_facts(), private_facts(neighbours=copied))
+    strip = re.search(r'class="middle" d="M([\d.]+) .*?class="middle" d="M([\d.]+) ', chart(page, "closeness"), re.S)
+    top = np.quantile(np.arange(1, 101), 0.95)
+    assert strip is not None
+    assert [float(x) for x in strip.groups()] == pytest.approx([440 * 17 / top, 440 * 50.5 / top], abs=0.06)
+
+
+def test_an_audit_that_refutes_the_claim_is_loud():
+    def page(found: float) -> str:
+        return render(public_facts(), PrivateFacts(audit=(AuditFact(1.0, found, 0.95, "a", "b"),)))
+
+    assert "refutes the claim" not in page(1.0)
+    assert page(1.01).count("refutes the claim") == 2, "in the summary and beside the claim"
+
+
+def test_of_many_classes_the_worst_are_shown():
+    many = tuple(ClassDistance(f"kind {i:03d}", float(i) if i else None) for i in range(100))
+    page = render(public_facts(), private_facts(class_distances=many))
+    assert "The 20 classes with the largest distances of 100 are shown." in page
+    assert {f"kind {i:03d}" in page for i in range(80, 100)} == {True}
+    assert {f"kind {i:03d}" in page for i in range(80)} == {False}
+
+
 # --- edges ------------------------------------------------------------------------------------------------
 
+X = np.zeros((2, 8, 8, 1), np.uint8)
 EMPTY = ("mechanisms", "assumptions", "synthetic", "public", "moments", "stages", "files")
 BARE = {**dict.fromkeys(EMPTY, ()), "n_synthetic": 0}
 NAN = {key: [math.nan, 1.0, math.nan] for key in ("q10", "q50", "q90", "clip_fraction")}
@@ -311,6 +373,13 @@ NAN = {key: [math.nan, 1.0, math.nan] for key in ("q10", "q50", "q90", "clip_fra
         None,
         PrivateFacts(),
         private_facts(1),
+        PrivateFacts(
+            quality=(Quality("a", 0, 0.0, 0.0, 1.0, 0.0, ""),),
+            label_aware=(LabelAware("a", None, None), LabelAware("b", None, 0.0)),
+            class_distances=(ClassDistance("a", 0.0, 0.0), ClassDistance("b", None)),
+            neighbours=Neighbours((), [0.0], [0.0, 0.0], ""),
+            audit=(AuditFact(0.0, 0.0, 0.5, "", ""), AuditFact(math.inf, 3.0, 0.5, "", "")),
+        ),
         PrivateFacts((Score("a", 0.0, 0.0, ""),), {key: [] for key in private_facts(0).gradient_norms}, 0, ()),
         PrivateFacts((Score("a" * 300, 1.0, 0.5, ""),), {"step": [0, 1, 2], "batch": [0, 3, 0], **NAN}, 5, ("note",)),
     ],
@@ -319,7 +388,8 @@ def test_odd_facts_still_make_a_page(public, private):
     page = render(public, private)
     Tree(page)
     assert not re.search(r"\b(nan|inf|None)\b", re.sub(r"base64,[^\"]*", "", page))
-    assert dataset_card(public)
+    for card in (dataset_card(public), model_card(public)):
+        assert not re.search(r"\b(nan|inf|None)\b", card)
 
 
 def test_pairs_when_labels_are_shared_and_columns_when_not():
@@ -365,6 +435,20 @@ def test_overspending_is_said():
         (lambda: Score("a", 95.7, None, ""), "not percentages"),
         (lambda: Score("a", math.nan, None, ""), "mean in"),
         (lambda: PrivateFacts(gradient_norms={"step": [1]}), "must be empty or have the keys"),
+        (lambda: Quality("a", 1, math.nan, None, None, None, ""), "must be finite"),
+        (lambda: Quality("a", 1, 1.0, None, None, math.inf, ""), "must be finite"),
+        (lambda: Quality("a", 1, 1.0, 71.0, None, None, ""), "give fractions"),
+        (lambda: LabelAware("a", None, -0.1), "give fractions"),
+        (lambda: ClassDistance("a", 1.0, math.nan), "must be finite"),
+        (lambda: AuditFact(1.0, -0.1, 0.95, "", ""), "lower bound"),
+        (lambda: AuditFact(1.0, 0.1, 95.0, "", ""), "confidence"),
+        (lambda: Neighbour("a", X[0], X, (2.0, 1.0)), "nearest first"),
+        (lambda: Neighbour("a", X[0], X, (1.0,)), "one distance each"),
+        (lambda: Neighbour("a", X[0], X[:0], ()), "one distance each"),
+        (lambda: Neighbour("a", X[0, :7], X, (1.0, 2.0)), "records of its shape"),
+        (lambda: Neighbour("a", X[0] / 255, X, (1.0, 2.0)), "uint8 but are"),
+        (lambda: Neighbours((), [], [1.0], "pixels"), "need both sets"),
+        (lambda: Neighbours((*neighbours(1, 2).shown, *neighbours(1, 3).shown), [1.0], [1.0], ""), "the same"),
     ],
 )
 def test_wrong_facts_are_refused_with_a_cure(make, match):
@@ -392,6 +476,16 @@ def test_a_cost_is_never_rounded_down(x, said):
     assert words.cost(math.inf) == "∞"
 
 
+@pytest.mark.parametrize("x", [0.2468, 0.9999, 1.0, 1e-7, 12.349])
+def test_a_lower_bound_is_never_rounded_up_and_a_share_never_down(x):
+    said = words.at_least(x).replace(" × 10", "e").translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789"))
+    said = float(said.replace("10-7", "1e-7"))
+    assert x * 0.99 < said <= x
+    percent = float(words.share(x, 0.7).removesuffix("\u00a0%"))
+    assert x / 0.7 - 1e-9 <= percent / 100 < x / 0.7 + 0.01
+    assert words.share(x, math.inf) == words.share(math.inf, x) == words.share(x, 0.0) == ""
+
+
 def test_numbers_sizes_and_times():
     assert [words.number(x) for x in (60_000, 2.5e-7, -0.5, 123456.7)] == [
         "60,000",
@@ -413,41 +507,6 @@ def test_guess_bound_covers_the_best_test_between_neighbours(epsilon):
     assert best <= said + 1e-12
     assert said - best <= 1.1e-3
     assert said < 1
-
-
-# --- the card ---------------------------------------------------------------------------------------------
-
-
-def test_card_has_front_matter_and_every_fact():
-    card = dataset_card(public_facts())
-    _, front, body = card.split("---\n", 2)
-    for line in ("license: other", "- image-classification", "- differential-privacy", "- synthetic"):
-        assert line in front.splitlines()
-    assert "- 10K<n<100K" in front
-    assert "  data_dir: synthetic" in front.splitlines()
-    assert json.loads(re.search(r"pretty_name: (.*)", front)[1]) == "Digits"  # type: ignore[index]
-    for fact in (
-        "0.9995 of a budget of 1",
-        "1e-05",
-        "one record",
-        "add or remove one record",
-        "60,000",
-        "PLD",
-    ):
-        assert fact in body
-    for m in public_facts().mechanisms:
-        assert m.what in body
-    assert "straightdp replay" in body
-    assert 'load_dataset("imagefolder"' in body
-
-
-def test_card_text_cannot_break_out_of_its_place():
-    evil = 'a | b\n---\n# c <script> [x](y) "q": `z`'
-    card = dataset_card(public_facts(title=evil, unit=evil, assumptions=(AssumptionFact(evil, evil, evil),)))
-    assert "<script>" not in card.split("---\n", 2)[2]
-    assert card.splitlines().count("---") == 2
-    rows = [line for line in card.splitlines() if line.startswith("| a \\|")]
-    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [4]
 
 
 # --- style ------------------------------------------------------------------------------------------------
@@ -477,64 +536,3 @@ def test_text_contrast_is_aa_in_both_schemes(scheme):
     for text, ground in pairs:
         low, high = sorted((luminance(palette[text]), luminance(palette[ground])))
         assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
-
-
-# --- in a browser -----------------------------------------------------------------------------------------
-
-
-def browse(page: str, folder: Path, *flags: str) -> tuple[str, str]:
-    """The DOM after loading, and what the console said."""
-    path = folder / "page.html"
-    path.write_text(page, encoding="utf-8")
-    quiet = (
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-    )
-    command = [
-        CHROMIUM or "",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        *quiet,
-        *flags,
-    ]
-    command += [
-        f"--user-data-dir={folder / 'profile'}",
-        "--enable-logging=stderr",
-        "--dump-dom",
-        path.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
-@needs_chromium
-def test_browser_shows_the_page_without_console_errors(tmp_path):
-    page = render(public_facts(), private_facts())
-    dom, console = browse(page, tmp_path)
-    assert console == ""
-    assert dom.count("<svg") == 6
-    assert dom.count("<img") == 9
-    assert [tag for tag, _ in Tree(dom).tags] == [tag for tag, _ in Tree(page).tags], "the browser mended the page"
-
-
-@needs_chromium
-@pytest.mark.parametrize("width", [360, 390, 1200])
-def test_page_never_scrolls_sideways(width, tmp_path):
-    long = "word" * 40
-    theirs = tuple(dataclasses.replace(one, label=one.label + long) for one in pictures(2, 10))
-    public = public_facts(2, accountant=long, title=long, synthetic=theirs, public=theirs[:1], moments=theirs)
-    page = render(public, private_facts())
-    frame = (
-        f'<!doctype html><iframe style="border:0;width:{width}px" srcdoc="{html.escape(page)}"></iframe>'
-        "<script>onload = () => { const d = document.querySelector('iframe').contentDocument;"
-        "document.body.dataset.seen = d.documentElement.scrollWidth; console.log('measured'); };</script>"
-    )
-    dom, console = browse(frame, tmp_path)
-    assert "measured" in console, "the console is not being read"
-    seen = re.search(r'data-seen="(\d+)"', dom)
-    assert seen is not None
-    assert int(seen[1]) <= width

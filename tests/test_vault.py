@@ -375,9 +375,13 @@ CALLERS = {
     "gaussian_sum": {"moments/release.py"},
     "noisy_gradient": {"dpsgd/trainer.py"},
     "vault": {"pipeline.py"},
-    "accuracy": {"stages/use.py"},
-    "agreement": {"stages/use.py"},
-    "real_accuracy": {"stages/use.py"},
+    "accuracy": {"stages/evaluate.py"},
+    "agreement": {"stages/evaluate.py"},
+    "closeness": {"stages/evaluate.py"},
+    "domain_rates": {"stages/evaluate.py"},
+    "quality": {"stages/evaluate.py"},
+    "quality_of_training": {"stages/evaluate.py"},
+    "real_accuracy": {"stages/evaluate.py"},
 }
 
 
@@ -406,7 +410,7 @@ def test_no_other_room_imports_the_raw_private_reader():
                 names = [a.name for a in node.names]
             assert not any(name.startswith("straightdp.privacy.reader") for name in names), path
             if isinstance(node, ast.Attribute):
-                assert not node.attr.startswith(("_Vault__", "_Intake__")), path
+                assert not node.attr.startswith(("_Vault__", "_Intake__", "_Measures__")), path
 
 
 def test_the_private_data_source_is_opened_only_from_the_privacy_room(monkeypatch, tmp_path):

@@ -26,6 +26,12 @@ def check() -> None:
             raise BadInput(f"STRAIGHTDP_CACHE names {root}, which is no folder to write to; name another, or unset it")
 
 
+def folder(name: str) -> Path | None:
+    """Where a kind of public statistics is kept between runs, if anywhere."""
+    root = os.environ.get("STRAIGHTDP_CACHE")
+    return Path(root) / name if root else None
+
+
 def shared(name: str, key: str, out: Path, work: Callable[[], None]) -> None:
     """Leave at `out` what `work` would write there. Of several runs that want it at once, one works and others wait."""
     root = os.environ.get("STRAIGHTDP_CACHE")

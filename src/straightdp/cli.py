@@ -70,13 +70,20 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--set", dest="settings", action="append", default=[], metavar="sample.KEY=VALUE")
     sample.set_defaults(command=_sample)
 
-    for name, text in (
-        ("evaluate", "score a finished run on held-out real records (internal)"),
-        ("report", "write both editions of the report again"),
-    ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("run", type=Path, help="the run's folder")
-        command.set_defaults(command=_again, stage=name)
+    evaluate = commands.add_parser("evaluate", help="judge a finished run (internal), or a release by itself")
+    evaluate.add_argument("run", type=Path, help="a run's folder, or a release folder")
+    evaluate.add_argument("--against", metavar="SET", help="of a release: a data set that you may see, to compare with")
+    evaluate.add_argument("--set", dest="settings", action="append", default=[], metavar="evaluate.KEY=VALUE")
+    evaluate.set_defaults(command=_evaluate)
+
+    report = commands.add_parser("report", help="write a run's pages and cards again")
+    report.add_argument("run", type=Path, help="the run's folder")
+    report.set_defaults(command=_report)
+
+    compare = commands.add_parser("compare", help="a table and a page across runs, mean and spread over seeds")
+    compare.add_argument("runs", type=Path, nargs="+", help="runs' folders, or release folders")
+    compare.add_argument("--out", type=Path, default=Path("comparison"), help="folder for the pages")
+    compare.set_defaults(command=_compare)
 
     data = commands.add_parser("data", help="fetch or check the standard data sets")
     actions = data.add_subparsers(metavar="ACTION", required=True)
@@ -149,14 +156,24 @@ def _run(options: argparse.Namespace) -> None:
 def _finish(folder) -> None:
     if folder is None:  # a process that only followed
         return
-    import json
-
     print(f"\nPublish {folder.release}; keep {folder.private} to yourself.")
-    for score in json.loads(folder.evaluation.read_text())["scores"]:
-        spread = "" if score["std"] is None else f" ± {score['std']:.3f}"
-        print(f"  internal, not for publication: accuracy of {score['name']} {score['mean']:.3f}{spread}")
+    _say_scores(folder)
     print(f"Check it: straightdp replay {folder.release}")
     print("Another run on the same private records costs its epsilon on top of this one.")
+
+
+def _say_scores(folder) -> None:
+    import json
+
+    body = json.loads(folder.evaluation.read_text())
+    found = [(f"accuracy of {s['name']} ({s['probe']})", s["mean"], s["std"]) for s in body["scores"]]
+    if quality := body.get("quality"):
+        found += [(f"{quality['features']} of {one['name']}", one["distance"], None) for one in quality["sets"]]
+    for name, mean, std in found:
+        spread = "" if std is None else f" ± {std:.3f}"
+        print(f"  internal, not for publication: {name} {mean:.3f}{spread}")
+    for sentence in body["left_out"]:
+        print(f"  {sentence}")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -195,11 +212,41 @@ def _sample(options: argparse.Namespace) -> None:
     print(f"{options.n} records in {options.out}")
 
 
-def _again(options: argparse.Namespace) -> None:
+def _evaluate(options: argparse.Namespace) -> None:
+    from straightdp import pipeline
+    from straightdp.folder import RunFolder
+    from straightdp.recipe import load
+    from straightdp.stages.published import evaluate_release
+
+    others = [setting for setting in options.settings if not setting.startswith("evaluate.")]
+    if others:
+        raise BadInput(f"{others[0]!r} does not concern evaluation; only evaluate.KEY=VALUE may be set here")
+    folder = RunFolder(options.run)
+    if folder.recipe.exists() and folder.ledger.exists():
+        if options.against is not None:
+            raise BadInput(f"--against is for a release by itself; {options.run} is compared with its held-out records")
+        pipeline.evaluate_again(options.run, tuple(options.settings))
+        _say_scores(folder)
+        _say_pages(folder)
+    else:
+        release = folder.release if folder.release.is_dir() else options.run
+        print(evaluate_release(release, options.against, load(None, tuple(options.settings)).evaluate))
+
+
+def _report(options: argparse.Namespace) -> None:
     from straightdp import pipeline
 
-    folder = pipeline.again(options.run, options.stage)
+    _say_pages(pipeline.report_again(options.run))
+
+
+def _say_pages(folder) -> None:
     print(f"{folder.root / 'report.html'} (internal), {folder.release / 'report.html'} (public)")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from straightdp.report.compare import compare
+
+    print(compare(options.runs, options.out))
 
 
 def _data(options: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ class RunFolder:
         self.plan = self.checkpoints / "plan.json"
         self.diagnostics = self.private / "diagnostics.jsonl"
         self.evaluation = self.private / "evaluation.json"
+        self.neighbours = self.private / "neighbours.safetensors"
         self.fingerprint = self.private / "fingerprint"
         self.stamps = self.private / "stages.json"
 

@@ -65,6 +65,11 @@ class Generator:
     def __post_init__(self) -> None:
         self._space: Space = self.space or Pixels(self.net.shape)
 
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """(C, H, W) of what it draws."""
+        return self._space.image
+
     def save(self, weights: Path, card: Path) -> None:
         from safetensors.torch import save_file
 

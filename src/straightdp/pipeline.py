@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from straightdp.privacy.workload import Certificate, certify
 from straightdp.progress import say
 from straightdp.recipe import OWN_TEXT, Recipe, load
 from straightdp.report.assemble import write_reports
-from straightdp.stages import private, use
+from straightdp.stages import evaluate, private, sample
 from straightdp.stages import public as prepare
 from straightdp.stages.inputs import Inputs, public_key
 from straightdp.team import ALONE, Team, joined, pick_device
@@ -145,29 +146,37 @@ def _use(inputs: Inputs) -> None:
     """Post-processing of what was released: may be repeated with other settings at no cost."""
     folder, recipe = inputs.folder, inputs.recipe
     key = _key(recipe.sample.model_dump_json(), file_hash(folder.model), str(recipe.run.seed))
-    folder.stage("sample", key, [folder.synthetic], lambda: use.sample(inputs))
+    folder.stage("sample", key, [folder.synthetic], lambda: sample.run(inputs))
     say("sample: done")
     key = _key(recipe.evaluate.model_dump_json(), file_hash(folder.synthetic))
-    folder.stage("evaluate", key, [folder.evaluation], lambda: use.evaluate(inputs))
+    folder.stage("evaluate", key, [folder.evaluation], lambda: evaluate.run(inputs))
     say("evaluate: done")
     write_reports(inputs)
     say(f"report: {folder.root / 'report.html'}")
 
 
-def again(out: Path, stage: str) -> RunFolder:
-    """Redo `evaluate` or `report` of a finished run."""
+def evaluate_again(out: Path, settings: tuple[str, ...] = ()) -> RunFolder:
+    """Judge a finished run again, with other settings of `evaluate` perhaps, and write its pages again."""
+    return _again(out, settings, evaluate.run)
+
+
+def report_again(out: Path) -> RunFolder:
+    """Write the pages and cards of a finished run again."""
+    return _again(out, (), lambda inputs: None)
+
+
+def _again(out: Path, settings: tuple[str, ...], work: Callable[[Inputs], None]) -> RunFolder:
     folder = RunFolder(out)
     if not folder.recipe.exists():
         raise BadInput(f"{out} is not a run's folder: recipe.toml is missing")
-    recipe = load(folder.recipe)
+    recipe = load(folder.recipe, settings)
     with folder.lock():
         if not (folder.model.exists() and Ledger(folder.ledger).closed and folder.synthetic.exists()):
             raise BadInput(f"{out} is not finished; finish it with `straightdp run --resume`")
         inputs = gather(recipe, folder, pick_device(recipe.run.device))
         prepare.enter_codes(inputs)
         folder.create(recipe, inputs.intake.fingerprint())
-        if stage == "evaluate":
-            use.evaluate(inputs)
+        work(inputs)
         write_reports(inputs)
     return folder
 

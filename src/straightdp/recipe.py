@@ -222,6 +222,14 @@ class Evaluate(Section):
     real_reference: bool = Field(
         default=False, description="also train the probe on the private records themselves; internal edition only"
     )
+    thorough: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Frechet distance, precision and recall, label-aware measures, a second classifier, every "
+        "reference: auto is on a GPU; two cores take hours for 10,000 images",
+    )
+    images: Annotated[int, Field(ge=10)] = Field(
+        default=10_000, description="at most so many of each set go through Inception"
+    )
 
 
 class Run(Section):

@@ -24,7 +24,7 @@ from straightdp.privacy.workload import GRADIENTS, bucket_id, bucket_steps
 ORDER = tuple(KINDS)
 TOLERANCE = 1e-6
 HASHED = ("moments.safetensors", "model.safetensors", "model.json")
-UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "report.html")
+UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "model_card.md", "croissant.json", "report.html")
 ASSUMED = {"N", "class list", "image range", "public data"}
 
 

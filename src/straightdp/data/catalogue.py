@@ -82,6 +82,15 @@ CATALOGUE: dict[str, tuple[File, ...]] = {
             "sha256:660f13a4705431ea2a6391c41ecbe384cd0d932c595a101ec4f3b8989e785046",
         ),
     ),
+    # The weights of 2015-12-05 in which an FID is measured, in the form that PyTorch reads.
+    "inception": (
+        File(
+            "pt_inception-2015-12-05-6726825d.pth",
+            "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
+            95_628_359,
+            "sha256:6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
+        ),
+    ),
 }
 
 

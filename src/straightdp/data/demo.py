@@ -42,7 +42,7 @@ def digits(split: str) -> Records:
         raise BadInput(f"digits has no split {split!r}; write digits:train or digits:test")
     from sklearn.datasets import load_digits
 
-    values, labels = load_digits(return_X_y=True)
+    values, labels = map(np.asarray, load_digits(return_X_y=True))
     held_out = np.zeros(len(labels), bool)
     by_class = np.argsort(labels, kind="stable")
     held_out[by_class[np.arange(HELD_OUT) * len(labels) // HELD_OUT]] = True

@@ -1,4 +1,4 @@
-"""Downstream utility: a LeNet trained on synthetic (image, label) pairs. `privacy/` scores it on real records."""
+"""Downstream utility: a classifier trained on synthetic (image, label) pairs. `privacy/` scores it on real records."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from straightdp.nets.classifiers import LeNet
+from straightdp.nets.classifiers import LeNet, ResidualNet
 from straightdp.recipe import Evaluate
+
+PROBES = {"LeNet": LeNet, "residual net": ResidualNet}  # the second is stronger
 
 
 def fit_probe(
-    z: Tensor, y: Tensor, classes: int, section: Evaluate, seed: int, device: torch.device
+    z: Tensor, y: Tensor, classes: int, section: Evaluate, seed: int, device: torch.device, probe: str = "LeNet"
 ) -> Callable[[Tensor], Tensor]:
     """Train the probe and return its predict function (z to labels). One fixed recipe: Adam 1e-3, cosine decay."""
     generator = torch.Generator(device).manual_seed(seed)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        net = LeNet(tuple(z.shape[1:]), classes).to(device)  # type: ignore[arg-type]
+        net = PROBES[probe](tuple(z.shape[1:]), classes).to(device)  # type: ignore[arg-type]
     z, y = z.to(device), y.to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, section.probe_steps)

@@ -15,6 +15,7 @@ SLOTS = 256  # images encoded at once; always this many, so that a record's code
 
 class Space(Protocol):
     shape: tuple[int, int, int]  # of one z
+    image: tuple[int, int, int]  # of what it decodes to
     bound: float  # no number in z is larger than this
 
     def encode(self, images: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ class Pixels:
     bound = 1.0
 
     def __init__(self, shape: tuple[int, int, int]):
-        self.shape = shape
+        self.shape = self.image = shape
 
     def encode(self, images: Tensor) -> Tensor:
         return images.float().cpu()
@@ -47,7 +48,7 @@ class Codes:
     def __init__(self, autoencoder: Autoencoder, device: torch.device):
         self.autoencoder = autoencoder.to(device).eval()
         self.device = device
-        self.shape = autoencoder.shape
+        self.shape, self.image = autoencoder.shape, autoencoder.image
         self.bound = float(autoencoder.radius) * (1 + 1e-5)
         self._slots = SLOTS if self._places_are_alike() else 1
 
@@ -63,14 +64,14 @@ class Codes:
     @torch.no_grad()
     def decode(self, z: Tensor) -> Tensor:
         parts = [self.autoencoder.decode(part.to(self.device)) for part in z.split(500)]
-        return torch.cat(parts) if parts else torch.zeros(0, *self.autoencoder.image)
+        return torch.cat(parts) if parts else torch.zeros(0, *self.image)
 
     @torch.no_grad()
     def _places_are_alike(self) -> bool:
         """Whether copies of one image, whatever it shows, get the same code to the bit in every place of a batch."""
         generator = torch.Generator().manual_seed(0)
         for _ in range(4):
-            image = torch.rand(1, *self.autoencoder.image, generator=generator) * 2 - 1
+            image = torch.rand(1, *self.image, generator=generator) * 2 - 1
             codes = self.autoencoder.encode(image.to(self.device).expand(SLOTS, -1, -1, -1).contiguous())
             if not torch.equal(codes, codes[:1].expand_as(codes)):
                 return False

@@ -10,20 +10,18 @@ import numpy as np
 import torch
 
 from straightdp.data.captions import Template
-from straightdp.data.records import Records, to_z
+from straightdp.data.records import Records
 from straightdp.errors import BadInput
 from straightdp.moments.text import Featuriser
 from straightdp.nets.captions import Tokenizer
 from straightdp.nets.spaces import Space
 from straightdp.privacy.ledger import Ledger
+from straightdp.privacy.measures import Measures
 from straightdp.privacy.noise import Noise
 from straightdp.privacy.reader import read_private
 from straightdp.privacy.vault import Captions, Vault
 from straightdp.recipe import OWN_TEXT, Recipe
 from straightdp.team import ALONE, Team
-
-Predict = Callable[[torch.Tensor], torch.Tensor]
-Fit = Callable[[torch.Tensor, torch.Tensor], Predict]
 
 
 class Intake:
@@ -55,6 +53,7 @@ class Intake:
         if self.own_texts and self.__texts is None:
             raise BadInput("private.caption is {text} but the records have none; add a text column to metadata.csv")
         self.__prompt = sets.train.labels if self.own_texts else _parsed(self.prompts, sets.train)
+        self.measures = Measures(sets.train, sets.holdout, self.prompts, self.__prompt)
         self.n_source = (
             "counted in the private set and treated as public" if declared is None else "declared in the recipe"
         )
@@ -106,36 +105,6 @@ class Intake:
             shared = sum(picture.tobytes() in seen for picture in records.x)
             if shared:
                 raise BadInput(f"{shared} private records are in the public set too; take them out of public.data")
-
-    @property
-    def holdout_n(self) -> int:
-        """How many held-out records there are. Internal: it belongs in `private/` only."""
-        return 0 if self.__holdout is None else len(self.__holdout)
-
-    def accuracy(self, predict: Predict) -> float:
-        """Of a classifier on the held-out real records. Without noise: the result may go to `private/` only."""
-        if self.__holdout is None:
-            raise BadInput("there are no held-out records; set private.holdout")
-        hits = 0
-        for start in range(0, len(self.__holdout), 1000):
-            z = to_z(self.__holdout.x[start : start + 1000])
-            y = torch.from_numpy(self.__holdout.labels[start : start + 1000])
-            hits += int((predict(z).cpu() == y).sum())
-        return hits / len(self.__holdout)
-
-    def real_accuracy(self, fit: Fit) -> float:
-        """The non-private upper bound: the same probe trained on the private records themselves. `private/` only."""
-        return self.accuracy(fit(self.__train.z(), torch.from_numpy(self.__train.labels)))
-
-    def agreement(self, fit: Fit, z: torch.Tensor, values: torch.Tensor, slot: int) -> float:
-        """How often a classifier of one slot, trained on the private records, finds in images what their captions say.
-
-        Without noise: `private/` only.
-        """
-        real = torch.from_numpy(self.prompts.combinations()[self.__prompt][:, slot].astype(np.int64))
-        predict = fit(self.__train.z(), real)
-        hits = [(predict(a).cpu() == b.cpu()).sum() for a, b in zip(z.split(1000), values.split(1000), strict=True)]
-        return float(sum(hits)) / len(z)
 
 
 def _parsed(template: Template, records: Records) -> np.ndarray:

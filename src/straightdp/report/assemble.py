@@ -15,14 +15,20 @@ from straightdp.folder import RunFolder
 from straightdp.moments.field import MomentModel
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.workload import alone
-from straightdp.report.cards import dataset_card
+from straightdp.report.cards import dataset_card, model_card
+from straightdp.report.croissant import croissant
 from straightdp.report.facts import (
     GRADIENT_KEYS,
     AssumptionFact,
+    ClassDistance,
     ClassPictures,
+    LabelAware,
     MechanismFact,
+    Neighbour,
+    Neighbours,
     PrivateFacts,
     PublicFacts,
+    Quality,
     Score,
 )
 from straightdp.report.page import render
@@ -45,10 +51,13 @@ FILES = {
 
 
 def write_reports(inputs: Inputs) -> None:
-    """Both editions and the data-set card."""
+    """Both editions, the cards and the data set's metadata."""
     folder = inputs.folder
     public = public_facts(inputs)
     write_text(folder.release / "README.md", dataset_card(public))
+    write_text(folder.release / "model_card.md", model_card(public))
+    metadata = croissant(public, folder.synthetic)
+    write_text(folder.release / "croissant.json", json.dumps(metadata, ensure_ascii=False, indent=1))
     write_text(folder.release / "report.html", render(public, None))
     write_durably(folder.root / "report.html", render(public, private_facts(folder)).encode(), mode=0o600)
 
@@ -89,7 +98,7 @@ def public_facts(inputs: Inputs) -> PublicFacts:
         epsilon=totals["epsilon"],
         delta=header["delta"],
         unit=header["unit"],
-        adjacency=header["adjacency"],
+        adjacency={"add_or_remove_one": "adding or removing one record"}[header["adjacency"]],
         n=header["n"],
         mode=header["mode"],
         accountant=f"privacy loss distributions, interval {interval:g}",
@@ -110,8 +119,38 @@ def public_facts(inputs: Inputs) -> PublicFacts:
 def private_facts(folder: RunFolder) -> PrivateFacts:
     """What was computed from private records without noise. The internal edition alone shows it."""
     body = json.loads(folder.evaluation.read_text())
-    scores = tuple(Score(s["name"], s["mean"], s["std"], s["note"]) for s in body["scores"])
-    return PrivateFacts(scores, _gradient_norms(folder), body["holdout_n"])
+    quality = body.get("quality")
+    return PrivateFacts(
+        scores=tuple(Score(s["name"], s["mean"], s["std"], s["note"], s.get("probe", "LeNet")) for s in body["scores"]),
+        gradient_norms=_gradient_norms(folder),
+        holdout_n=body["holdout_n"],
+        notes=tuple(body.get("left_out", ())),
+        quality=tuple(Quality(**one) for one in quality["sets"]) if quality else (),
+        distance_name=quality["features"] if quality else "FD-slim",
+        features_note=_about_features(quality) if quality else "",
+        label_aware=tuple(LabelAware(**one) for one in body.get("label_aware", ())),
+        class_distances=tuple(ClassDistance(**one) for one in body.get("class_distances", ())),
+        neighbours=_neighbours(folder),
+    )
+
+
+def _about_features(quality: dict) -> str:
+    weights = {"FID": "the weights published on 2015-12-05"}.get(quality["features"], "TF-slim's ImageNet weights")
+    return f"Inception-V3 with {weights} (sha256 {quality['digest'][:12]}…), images resized {quality['resize']}."
+
+
+def _neighbours(folder: RunFolder) -> Neighbours | None:
+    from safetensors.numpy import load_file
+
+    if not folder.neighbours.exists():
+        return None
+    found = load_file(folder.neighbours)
+    classes = json.loads(folder.model_card.read_text(encoding="utf-8"))["classes"]
+    samples, nearest = (np.moveaxis(found[name], -3, -1) for name in ("samples", "nearest"))
+    rows = zip(found["labels"], samples, nearest, found["distances"].tolist(), strict=True)
+    shown = tuple(Neighbour(classes[label], one, others, tuple(far)) for label, one, others, far in rows)
+    images, heldout = found["images"].tolist(), found["heldout"].tolist()
+    return Neighbours(shown, images, heldout, "pixels from 0 to 1, Euclidean")
 
 
 def _gradient_norms(folder: RunFolder) -> dict[str, list[float]]:

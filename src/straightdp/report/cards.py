@@ -1,5 +1,5 @@
-"""The data-set card of a release. Guarantee: it is made from public facts alone, and that of a run which is
-not releasable says so first."""
+"""The data-set card and the model card of a release. Guarantee: they are made from public facts alone, and those of
+a run which is not releasable say so first."""
 
 from __future__ import annotations
 
@@ -43,16 +43,81 @@ images = [(Image.open(folder / row["file_name"]), row["label"], row["text"]) for
 """
 
 
+SAMPLE = """\
+Install StraightDP, then, beside this folder:
+
+```sh
+straightdp sample release/ --n 1000 --out more-images
+```
+
+It writes images and a `metadata.csv` with their labels and captions. Another `--seed` gives other images, and
+`--set sample.KEY=VALUE` changes a setting that `model.json` stores. Drawing more images costs no further privacy: it
+reads this folder and nothing else.
+"""
+
+
 def dataset_card(public: PublicFacts) -> str:
     """README.md of a release, in the Hugging Face data-set card format; every cost in it is rounded up."""
-    parts = [_front_matter(public), f"# {_text(public.title)}"]
+    front = [
+        "license: other",
+        f"pretty_name: {_quoted(public.title)}",
+        "task_categories:",
+        "- image-classification",
+        "tags:",
+        "- differential-privacy",
+        "- synthetic",
+        "size_categories:",
+        f"- {next((name for most, name in SIZES if public.n_synthetic < most), '100M<n<1B')}",
+        "configs:",
+        "- config_name: default",
+        "  data_dir: synthetic",
+    ]
+    images = words.plural(public.n_synthetic, "synthetic image", "synthetic images")
+    what = (
+        f"{images} in {_classes(public)}, made by StraightDP {_text(public.version)} from a private image set and a "
+        "public one. `synthetic/metadata.csv` gives each image's file name, label and caption, `croissant.json` "
+        "describes the set for machines. `report.html` shows samples and the whole privacy account. The generator "
+        "that drew the images has [a card of its own](model_card.md)."
+    )
+    return _card(public, front, public.title, [what], ["## How to load", LOAD.rstrip()])
+
+
+def model_card(public: PublicFacts) -> str:
+    """model_card.md of a release, in the Hugging Face model card format: README.md of a model repository."""
+    task = "text-to-image" if len(public.classes) > 1 else "unconditional-image-generation"
+    front = [
+        "license: other",
+        "library_name: straightdp",
+        f"pipeline_tag: {task}",
+        "tags:",
+        "- differential-privacy",
+        "- synthetic",
+        "- flow-matching",
+    ]
+    title = f"{public.title}: generator"
+    what = (
+        f"A flow-matching generator of images in {_classes(public)}, made by StraightDP {_text(public.version)}: "
+        "trained on a public image set and adapted to a private one under differential privacy. It draws under the "
+        "captions listed in `model.json` and is not meant for other words."
+    )
+    files = (
+        "`model.safetensors` holds the weights, `model.json` the network's shape, captions and sampling settings, "
+        "`moments.safetensors`, where there is one, the released class moments. The images that came with it are "
+        "described in [the data-set card](README.md); `report.html` shows samples and the whole privacy account."
+    )
+    return _card(public, front, title, [what, files, "## How to sample", SAMPLE.rstrip()], [])
+
+
+def _card(public: PublicFacts, front: list[str], title: str, first: list[str], last: list[str]) -> str:
+    """What both cards share, the privacy account above all, around what is their own."""
+    parts = ["\n".join(["---", *front, "---"]), f"# {_text(title)}"]
     if not words.releasable(public):
         parts.append(
             f"> **NOT RELEASABLE. Do not publish this folder.** {_text(words.verdict(public))} "
             "The privacy numbers below are not a promise about this run."
         )
     parts += [
-        _what(public),
+        *first,
         "## Privacy",
         _privacy(public),
         "## Mechanisms",
@@ -64,44 +129,13 @@ def dataset_card(public: PublicFacts) -> str:
         "private data, this command recomputes ε or names the first line that is wrong (give it the path "
         "of this folder):",
         "```sh\nstraightdp replay release/\n```",
-        "## How to load",
-        LOAD.rstrip(),
+        *last,
         "## Limits",
         "\n".join(f"- {_text(sentence)}" for sentence in words.limits()),
         "## Licence",
         "The front matter says `other`: whoever publishes this folder sets the licence and names it there.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _front_matter(public: PublicFacts) -> str:
-    lines = [
-        "---",
-        "license: other",
-        f"pretty_name: {json.dumps(_one_line(public.title), ensure_ascii=False)}",
-        "task_categories:",
-        "- image-classification",
-        "tags:",
-        "- differential-privacy",
-        "- synthetic",
-        "size_categories:",
-        f"- {next((name for most, name in SIZES if public.n_synthetic < most), '100M<n<1B')}",
-        "configs:",
-        "- config_name: default",
-        "  data_dir: synthetic",
-        "---",
-    ]
-    return "\n".join(lines)
-
-
-def _what(public: PublicFacts) -> str:
-    images = words.plural(public.n_synthetic, "synthetic image", "synthetic images")
-    classes = words.plural(len(public.classes), "class", "classes")
-    return (
-        f"{images} in {classes}, made by StraightDP {_text(public.version)} from a private image set and a "
-        "public one. `synthetic/metadata.csv` gives each image's file name, label and caption. `report.html` "
-        "shows samples and the whole privacy account."
-    )
 
 
 def _privacy(public: PublicFacts) -> str:
@@ -163,6 +197,14 @@ def _assumptions(public: PublicFacts) -> str:
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _classes(public: PublicFacts) -> str:
+    return words.plural(len(public.classes), "class", "classes")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(_one_line(text), ensure_ascii=False)
 
 
 def _one_line(text: str) -> str:

@@ -13,9 +13,10 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from straightdp.report import pictures, svg, words
-from straightdp.report.facts import ClassPictures, PrivateFacts, PublicFacts
+from straightdp.report import closeness, pictures, svg, utility, words
+from straightdp.report.facts import AuditFact, ClassPictures, PrivateFacts, PublicFacts
 from straightdp.report.pictures import Sheet
+from straightdp.report.utility import Stat
 
 PICTURE_BYTES = 1_300_000
 MOMENT_BYTES = 400_000
@@ -23,11 +24,12 @@ MOMENT_BYTES = 400_000
 
 def render(public: PublicFacts, private: PrivateFacts | None) -> str:
     """The page as HTML text that loads and runs nothing; `private=None` gives the public edition."""
-    template = _environment().get_template("report.html")
+    template = environment().get_template("report.html")
     return template.render(
         f=public,
         w=words,
         budget_meter=_budget_meter(public),
+        budget_shares=_budget_shares(public),
         within_budget=public.epsilon <= public.epsilon_budget,
         gallery=_gallery(public),
         moments=_moments(public),
@@ -37,7 +39,7 @@ def render(public: PublicFacts, private: PrivateFacts | None) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
     return Environment(
         loader=PackageLoader("straightdp.report", "templates"),
         autoescape=True,
@@ -58,6 +60,23 @@ def _budget_meter(public: PublicFacts) -> Markup:
     )
 
 
+def _budget_shares(public: PublicFacts) -> Markup | None:
+    """What each mechanism would take of the budget on its own, under what all take together."""
+    if not public.mechanisms:
+        return None
+    spent = [("all together", public.epsilon), *((m.id, m.epsilon_alone) for m in public.mechanisms)]
+    budget = public.epsilon_budget
+    rows = [(name, cost, None, _cost_of(cost, budget)) for name, cost in spent]
+    most = max((cost for cost in (budget, *(cost for _, cost in spent)) if math.isfinite(cost)), default=0.0)
+    mark = (budget, f"budget: {words.number(budget)}") if math.isfinite(budget) else None
+    return svg.bars("shares", rows, most, "Privacy cost of each mechanism", svg.said(rows), mark, lead=True)
+
+
+def _cost_of(epsilon: float, budget: float) -> str:
+    share = words.share(epsilon, budget)
+    return f"{words.cost(epsilon)} ({share})" if share else words.cost(epsilon)
+
+
 @dataclass(frozen=True)
 class Gallery:
     """Pictures by class: with shared labels, rows that pair a class's two sheets; without, two lists."""
@@ -75,7 +94,7 @@ def _gallery(public: PublicFacts) -> Gallery:
     real = _sheets(public.public, "real public", plan)
     shown = {one.label for one in public.synthetic if len(one.images)}
     missing = tuple(label for label in public.classes if label not in shown)
-    limits = _limits(plan, public.synthetic + public.public)
+    limits = _limits(plan, (public.synthetic, public.public))
     by_label = {sheet.label: sheet for sheet in real}
     if not any(sheet.label in by_label for sheet in made):
         return Gallery((), made, real, missing, limits)
@@ -93,14 +112,14 @@ def _moments(public: PublicFacts) -> tuple[Sheet, ...]:
     return _sheets(public.moments, "released mean", plan)
 
 
-def _limits(plan: pictures.Plan, group: Sequence[ClassPictures]) -> str:
+def _limits(plan: pictures.Plan, groups: Sequence[Sequence[ClassPictures]]) -> str:
     """What was left out or made smaller to keep the page small, in sentences; empty when all is shown."""
-    said = []
-    if any(len(one.images) > plan.each for one in group):
+    said, every = [], [one for group in groups for one in group]
+    if any(len(one.images) > plan.each for one in every):
         said.append(f"The first {words.plural(plan.each, 'picture', 'pictures')} of each class are shown.")
-    if len({one.label for one in group}) > plan.classes:
+    if any(len(group) > plan.classes for group in groups):
         said.append(f"The first {words.plural(plan.classes, 'class', 'classes')} are shown.")
-    if any(max(one.images.shape[1:3]) > plan.side for one in group if len(one.images)):
+    if any(max(one.images.shape[1:3]) > plan.side for one in every if len(one.images)):
         said.append(f"Pictures are reduced to {plan.side} pixels on the longer side.")
     return " ".join(said)
 
@@ -112,41 +131,55 @@ def _stage_bars(public: PublicFacts) -> Markup | None:
     coarse = [(name, float(f"{seconds:.1e}")) for name, seconds in public.stages]
     rows = [(name, seconds, None, words.duration(seconds)) for name, seconds in coarse]
     longest = max((seconds for _, seconds in coarse if math.isfinite(seconds)), default=0.0)
-    return svg.bars("stages", rows, longest, "Time per stage", _said(rows))
+    return svg.bars("stages", rows, longest, "Time per stage", svg.said(rows))
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One audit beside its claim; `refuted` when the bound found is above the claim."""
+
+    fact: AuditFact
+    meter: Markup
+    refuted: bool
+
+
+def _audits(private: PrivateFacts) -> tuple[Audit, ...]:
+    views = []
+    for k, fact in enumerate(private.audit):
+        claimed, found = words.cost(fact.claimed), words.at_least(fact.lower_bound)
+        desc = f"ε is at least {found}; claimed is at most {claimed}."
+        meter = svg.meter(f"audit-{k}", fact.lower_bound, fact.claimed, "Lower bound beside the claim", desc)
+        views.append(Audit(fact, meter, fact.lower_bound > fact.claimed))
+    return tuple(views)
+
+
+def _audit_stat(private: PrivateFacts) -> Stat:
+    """The audit that comes nearest to its claim, or furthest above it."""
+    if not private.audit:
+        return Stat("Audited ε", "none", "no audit was run")
+    fact = max(private.audit, key=lambda a: a.lower_bound / a.claimed if a.claimed else math.inf)
+    beside = f"claimed at most {words.cost(fact.claimed)}; confidence {words.percent(fact.confidence)}"
+    refuted = fact.lower_bound > fact.claimed
+    return Stat("Audited ε, at least", words.at_least(fact.lower_bound), beside, alarm=refuted)
 
 
 def _private_view(private: PrivateFacts, public: PublicFacts) -> dict[str, Any]:
     """Everything the private elements of the internal edition show."""
+    stats = (
+        utility.accuracy_stat(private, public),
+        utility.distance_stat(private),
+        closeness.near_stat(private.neighbours),
+        _audit_stat(private),
+    )
     return {
         "facts": private,
-        "headline": private.scores[0] if private.scores else None,
-        "score_bars": _score_bars(private, public),
-        "uncertainty": _uncertainty(private),
+        "stats": [stat for stat in stats if stat is not None],
+        "audits": _audits(private),
+        "utility": utility.view(private, public),
+        "closeness": None if private.neighbours is None else closeness.view(private.neighbours),
         "panels": _panels(private, public),
         "run_length": svg.run_length(len(private.gradient_norms.get("step", ()))),
     }
-
-
-def _score_bars(private: PrivateFacts, public: PublicFacts) -> Markup | None:
-    if not private.scores:
-        return None
-    rows = [(s.name, s.mean, s.std, _score(s.mean, s.std)) for s in private.scores]
-    chance = 1 / len(public.classes) if len(public.classes) > 1 else None
-    reference = None if chance is None else (chance, f"guessing at random: {words.percent(chance)}")
-    desc = _said(rows) + ("" if reference is None else f" {reference[1].capitalize()}.")
-    return svg.bars("scores", rows, 1.0, "Accuracy on held-out real records", desc, reference, lead=True)
-
-
-def _score(mean: float, std: float | None) -> str:
-    return words.percent(mean) if std is None else f"{100 * mean:.1f} ± {100 * std:.1f}{words.NBSP}%"
-
-
-def _uncertainty(private: PrivateFacts) -> str | None:
-    """The headline's binomial standard error in percentage points, from the number of held-out records."""
-    if not private.scores or private.holdout_n < 1:
-        return None
-    p = private.scores[0].mean
-    return f"{100 * math.sqrt(p * (1 - p) / private.holdout_n):.2f}"
 
 
 @dataclass(frozen=True)
@@ -204,7 +237,3 @@ def _range(name: str, values: Sequence[float]) -> str:
         return f"{name}: no finite value in {words.plural(len(values), 'step', 'steps')}."
     low, middle, high = (words.number(float(x)) for x in (array.min(), np.median(array), array.max()))
     return f"{name} over {words.plural(len(values), 'step', 'steps')}: from {low} to {high}, typically {middle}."
-
-
-def _said(rows: Sequence[tuple[str, float, float | None, str]]) -> str:
-    return "; ".join(f"{name}: {text}" for name, _, _, text in rows) + "."

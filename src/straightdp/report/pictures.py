@@ -79,6 +79,14 @@ def sheet(one: ClassPictures, noun: str, limit: Plan) -> Sheet | None:
     return Sheet(one.label, alt, _data_uri(canvas), canvas.shape[1], canvas.shape[0], scale)
 
 
+def single(image: np.ndarray, label: str, alt: str, side: int) -> Sheet:
+    """One (H, W, C) picture by itself, no larger than `side`."""
+    small = _fit(image, side)
+    height, width = small.shape[:2]
+    source = _data_uri(small.squeeze(-1) if small.shape[2] == 1 else small)
+    return Sheet(label, alt, source, width, height, max(1, round(SHOWN / width)))
+
+
 def _cost(one: ClassPictures, side: int) -> int:
     """Bytes of one picture's pixels at that size; nothing for a class without pictures."""
     if not len(one.images):

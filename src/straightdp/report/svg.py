@@ -11,8 +11,10 @@ from markupsafe import Markup, escape
 
 from straightdp.report import words
 
+Row = tuple[str, float, float | None, str]
+
 MOST_POINTS = 400
-NAME_LENGTH = 46
+NAME_LENGTH = 36
 
 
 def meter(id: str, value: float, maximum: float, title: str, desc: str) -> Markup:
@@ -24,12 +26,12 @@ def meter(id: str, value: float, maximum: float, title: str, desc: str) -> Marku
         '<rect class="track" width="300" height="8" rx="4"/>'
         f'<rect class="fill{over}" width="{width:.1f}" height="8" rx="4"/>'
     )
-    return _svg(id, 300, 8, title, desc, body, "meter")
+    return element(id, 300, 8, title, desc, body, "meter")
 
 
 def bars(
     id: str,
-    rows: Sequence[tuple[str, float, float | None, str]],
+    rows: Sequence[Row],
     maximum: float,
     title: str,
     desc: str,
@@ -57,10 +59,35 @@ def bars(
     if reference:
         x = _clamp(reference[0] * unit, width)
         anchor = "start" if x < width / 2 else "end"
-        marks = "".join(f"M{x:.1f} {top + pitch * i + 17}v18" for i in range(len(rows)))
+        marks = "".join(f"M{x:.1f} {top + pitch * i + 18}v16" for i in range(len(rows)))
         parts.append(f'<path class="reference" d="{marks}"/>')
-        parts.append(_label(x, height - 3, anchor, reference[1]))
-    return _svg(id, width, height, title, desc, "".join(parts), "bars")
+        parts.append(label(x, height - 3, anchor, reference[1]))
+    return element(id, width, height, title, desc, "".join(parts), "bars")
+
+
+def said(rows: Sequence[Row]) -> str:
+    """The bars in words, for those who do not see them."""
+    return "; ".join(f"{name}: {text}" for name, _, _, text in rows) + "."
+
+
+def strips(id: str, rows: Sequence[tuple[str, Sequence[float], str]], title: str, desc: str) -> Markup:
+    """How values spread, one row of (name, five rising quantiles, them in words) each, from zero: a thin bar from
+    the first quantile to the last, a thick one from the second to the fourth, a mark at the middle one."""
+    width, pitch, top = 440, 44, 4
+    maximum = max((q[-1] for _, q, _ in rows), default=0.0)
+    unit = width / maximum if maximum > 0 else 0.0
+    parts: list[str] = []
+    for i, (name, quantiles, text) in enumerate(rows):
+        y = top + pitch * i
+        a, b, c, d, e = (_clamp(q * unit, width) for q in quantiles)
+        kind = "fill" if i == 0 else "fill quiet"
+        parts.append(f'<text class="name" x="0" y="{y + 13}">{escape(_short(name))}</text>')
+        parts.append(f'<text class="value" x="{width}" y="{y + 13}">{escape(text)}</text>')
+        parts.append(f'<rect class="track" y="{y + 20}" width="{width}" height="14" rx="2"/>')
+        parts.append(f'<rect class="{kind}" x="{a:.1f}" y="{y + 25}" width="{e - a:.1f}" height="4"/>')
+        parts.append(f'<rect class="{kind}" x="{b:.1f}" y="{y + 20}" width="{d - b:.1f}" height="14" rx="2"/>')
+        parts.append(f'<path class="middle" d="M{c:.1f} {y + 18}v18"/>')
+    return element(id, width, top + pitch * len(rows), title, desc, "".join(parts), "bars")
 
 
 def lines(
@@ -93,16 +120,16 @@ def lines(
     for tick in y_ticks:
         y = float(py(np.array(tick)))
         parts.append(f'<path class="grid" d="M{left} {y:.1f}H{width - right}"/>')
-        parts.append(_label(left - 6, y + 4, "end", _tick(tick)))
+        parts.append(label(left - 6, y + 4, "end", _tick(tick)))
     ends = ((first, left, "start"), (last, width - right, "end")) if last > first else ((first, px[0], "middle"),)
     for value, at, anchor in ends:
-        parts.append(_label(at, height - 10, anchor, f"step {words.number(value)}"))
+        parts.append(label(at, height - 10, anchor, f"step {words.number(value)}"))
     if edges:
         parts.append(f'<path class="band" d="{_band(px, py(edges[0]), py(edges[1]))}"/>')
     parts.append(f'<path class="line" d="{_path(px, py(ys))}"/>')
     if reference is not None:
         parts.append(f'<path class="reference" d="M{left} {float(py(np.array(reference))):.1f}H{width - right}"/>')
-    return _svg(id, width, height, title, desc, "".join(parts), "lines")
+    return element(id, width, height, title, desc, "".join(parts), "lines")
 
 
 def run_length(n: int) -> int:
@@ -110,7 +137,7 @@ def run_length(n: int) -> int:
     return max(1, math.ceil(n / MOST_POINTS))
 
 
-def _svg(id: str, width: int, height: int, title: str, desc: str, body: str, kind: str) -> Markup:
+def element(id: str, width: int, height: int, title: str, desc: str, body: str, kind: str) -> Markup:
     name, what = f"{id}-title", f"{id}-desc"
     return Markup(
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-labelledby="{name} {what}">'
@@ -118,7 +145,7 @@ def _svg(id: str, width: int, height: int, title: str, desc: str, body: str, kin
     )
 
 
-def _label(x: float, y: float, anchor: str, text: str) -> str:
+def label(x: float, y: float, anchor: str, text: str) -> str:
     return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 

@@ -1,9 +1,10 @@
-"""Numbers and the promise in words for page and card. Guarantee: a privacy cost is rounded up, never down."""
+"""Numbers and the promise in words for page and card. Guarantee: a privacy cost is rounded up, never down, and a
+lower bound on one down."""
 
 from __future__ import annotations
 
 import math
-from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
 
 from straightdp.report.facts import PublicFacts
 
@@ -12,13 +13,13 @@ NBSP = "\u00a0"
 SIZE_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
-def number(x: float, digits: int = 4, up: bool = False) -> str:
+def number(x: float, digits: int = 4, rounding: str = ROUND_HALF_EVEN) -> str:
     """`x` to so many significant digits: 1,234; 0.0123; 1.5 × 10⁻⁷; ∞ and n/a otherwise."""
     if math.isnan(x):
         return "n/a"
     if math.isinf(x):
         return "∞" if x > 0 else "−∞"
-    rounded = Context(prec=digits, rounding=ROUND_CEILING if up else ROUND_HALF_EVEN).create_decimal(repr(float(x)))
+    rounded = Context(prec=digits, rounding=rounding).create_decimal(repr(float(x)))
     if rounded == 0:
         return "0"
     exponent = rounded.adjusted()
@@ -32,7 +33,19 @@ def number(x: float, digits: int = 4, up: bool = False) -> str:
 
 def cost(epsilon: float) -> str:
     """A privacy cost, rounded up to four significant digits."""
-    return number(epsilon, up=True)
+    return number(epsilon, rounding=ROUND_CEILING)
+
+
+def at_least(epsilon: float) -> str:
+    """A lower bound on a privacy cost, rounded down to three significant digits."""
+    return number(epsilon, 3, ROUND_FLOOR)
+
+
+def share(epsilon: float, budget: float) -> str:
+    """A privacy cost as whole per cent of the budget, rounded up; empty where that is no number."""
+    if not math.isfinite(epsilon) or not 0 < budget < math.inf:
+        return ""
+    return f"{math.ceil(100 * epsilon / budget - 1e-9)}{NBSP}%"
 
 
 def count(n: int) -> str:

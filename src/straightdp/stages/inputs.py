@@ -78,6 +78,12 @@ class Inputs:
         return net
 
     @property
+    def thorough(self) -> bool:
+        """Whether evaluation takes its time."""
+        choice = self.recipe.evaluate.thorough
+        return self.device.type == "cuda" if choice == "auto" else choice == "on"
+
+    @property
     def compile(self) -> bool:
         choice = self.recipe.run.compile
         return self.device.type == "cuda" if choice == "auto" else choice == "on"

@@ -1,0 +1,218 @@
+"""The stage that judges a release on held-out real records, each number beside its references.
+
+All of it is computed without noise and goes to `private/` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from straightdp.data import synthetic
+from straightdp.data.records import to_pixels, to_z
+from straightdp.files import write_durably, write_text
+from straightdp.generator import Generator
+from straightdp.metrics import inception
+from straightdp.metrics.label_aware import mean_of
+from straightdp.metrics.probe import PROBES, fit_probe
+from straightdp.moments.field import MomentModel
+from straightdp.progress import tracker
+from straightdp.stages.inputs import Inputs
+
+SHOWN, NEAREST = 12, 4  # synthetic images beside their nearest training records, and how many of these
+NOT_THOROUGH = (
+    "Fréchet distance, precision and recall, label-aware measures and the second classifier were not run; "
+    "`straightdp evaluate RUN --set evaluate.thorough=on` runs them."
+)
+NO_WEIGHTS = (
+    "Fréchet distance, precision and recall were not run: no Inception weights were found; "
+    "`straightdp data get inception` fetches them."
+)
+NO_HOLDOUT = "Nothing was measured: no real records are held out, or the records are no images of at least 8 pixels."
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images in [-1, 1], rounded to whole pixels, the class that each was made under, and where they come from."""
+
+    name: str
+    note: str
+    z: Tensor
+    y: Tensor
+
+
+def run(inputs: Inputs) -> None:
+    """Write `private/evaluation.json` and, of images, `private/neighbours.safetensors`."""
+    folder, measures = inputs.folder, inputs.intake.measures
+    body: dict = {"holdout_n": measures.holdout_n, "scores": [], "left_out": []}
+    folder.neighbours.unlink(missing_ok=True)
+    if not measures.holdout_n or inputs.public.shape[0] not in (1, 3) or min(inputs.public.shape[1:]) < 8:
+        body["left_out"].append(NO_HOLDOUT)
+        write_text(folder.evaluation, json.dumps(body, indent=1))
+        return
+    sets = list(_image_sets(inputs))
+    body["scores"] = [*_scores(inputs, sets), *_slot_scores(inputs, sets[0])]
+    _write_closeness(inputs, sets[0])
+    if inputs.thorough:
+        body["label_aware"] = _label_aware(inputs, sets)
+        features = inception.find(inputs.device)
+        if features is None:
+            body["left_out"].append(NO_WEIGHTS)
+        else:
+            body |= _quality(inputs, sets, features)
+    else:
+        body["left_out"].append(NOT_THOROUGH)
+    write_text(folder.evaluation, json.dumps(body, indent=1))
+
+
+def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
+    """The synthetic set, then what it is compared with, as many images each."""
+    folder, recipe, space = inputs.folder, inputs.recipe, inputs.space
+    z, y = synthetic.read(folder.synthetic, inputs.public.shape, inputs.intake.classes)
+    yield ImageSet("synthetic data", f"{len(z)} images of this release", z, y)
+    labels = torch.tensor(inputs.conditioning.labels)
+    if folder.moments.exists() and recipe.sample.port != "release":
+        moments = MomentModel.load(folder.moments)
+        generator = torch.Generator().manual_seed(recipe.run.seed)
+        prompts = torch.multinomial(moments.prior, len(z), replacement=True, generator=generator)
+        draws = space.decode(moments.sample(prompts, generator).reshape(-1, *space.shape))
+        note = "Gaussian draws of the release, no network"
+        yield ImageSet("released moments alone", note, _on_grid(draws), labels[prompts])
+    if inputs.thorough:
+        net = inputs.load_net(folder.checkpoints / "pretrained.safetensors")
+        model = Generator(net.eval(), inputs.conditioning, None, recipe.sample, space)
+        prompts = model.prompts(len(z), inputs.device)
+        section = recipe.sample.model_copy(update={"port": "weights"})
+        draws = model.draw(prompts, section, recipe.run.seed, tracker("public model"), compile=inputs.compile)
+        note = "the network before it met anything private, under the same captions"
+        yield ImageSet("public model only", note, _on_grid(draws), labels[prompts.cpu()])
+
+
+def _scores(inputs: Inputs, sets: list[ImageSet]) -> Iterator[dict]:
+    """Accuracy on held-out records of each classifier trained on each set, of the first one first."""
+    measures, classes, section = inputs.intake.measures, len(inputs.intake.classes), inputs.recipe.evaluate
+    for probe in PROBES if inputs.thorough else list(PROBES)[:1]:
+
+        def fit(z: Tensor, y: Tensor, seed: int, probe: str = probe):
+            return fit_probe(z, y, classes, section, seed, inputs.device, probe)
+
+        def score(name: str, note: str, run: Callable[[int], float], probe: str = probe) -> dict:
+            return _summary(name, probe, note, [run(seed) for seed in range(section.seeds)])
+
+        for one in sets:
+            yield score(one.name, one.note, lambda s, one=one, fit=fit: measures.accuracy(fit(one.z, one.y, s)))
+        if section.real_reference or inputs.thorough:
+            note = "the classifier trained on the private records themselves; not private"
+            yield score("real private data", note, lambda s, fit=fit: measures.real_accuracy(lambda a, b: fit(a, b, s)))
+
+
+def _slot_scores(inputs: Inputs, synthetic_set: ImageSet) -> Iterator[dict]:
+    """How often the words of captions with several slots are found in the images made under them."""
+    slots = inputs.intake.prompts.slots
+    for slot, (name, words) in enumerate(slots.items() if len(slots) > 1 else ()):
+        said = _slot_values(inputs, slot)
+
+        def fit(seed: int, words=words):
+            return lambda a, b: fit_probe(a, b, len(words), inputs.recipe.evaluate, seed, inputs.device)
+
+        values = [
+            inputs.intake.measures.agreement(fit(seed), [(synthetic_set.z, said)], slot)[0]
+            for seed in range(inputs.recipe.evaluate.seeds)
+        ]
+        note = "found by a classifier trained on private records, as the caption says"
+        yield _summary(f"captions' {name}", "LeNet", note, values)
+
+
+def _label_aware(inputs: Inputs, sets: list[ImageSet]) -> list[dict]:
+    """Label consistency and domain rate of each set, then of held-out records and of public images."""
+    measures, section, device = inputs.intake.measures, inputs.recipe.evaluate, inputs.device
+
+    def fit_of(classes: int):
+        return lambda a, b: fit_probe(a, b, classes, section, 0, device)
+
+    public, classes = inputs.public.z(), len(inputs.intake.classes)
+    found = measures.agreement(fit_of(classes), [(one.z, one.y) for one in sets], 0)
+    found.append(measures.real_accuracy(fit_of(classes)))
+    *rates, heldout = measures.domain_rates(fit_of(2), public, [*(one.z for one in sets), public])
+    rates.insert(len(sets), heldout)
+    names = [*(one.name for one in sets), "held-out real records", "public images"]
+    return [
+        {"name": name, "consistency": consistency, "domain_rate": rate}
+        for name, consistency, rate in zip(names, [*found, None], rates, strict=True)
+    ]
+
+
+def _quality(inputs: Inputs, sets: list[ImageSet], features: inception.Features) -> dict:
+    """Distances in Inception's features, of at most `evaluate.images` images of each set."""
+    measures, most = inputs.intake.measures, inputs.recipe.evaluate.images
+
+    def of(z: Tensor) -> Tensor:
+        return features(z, tracker("features"))
+
+    rows, within = [], {}
+    public = ImageSet("public images", "the public set itself", inputs.public.z(), torch.zeros(0))
+    for one in [*sets, public]:
+        chosen = torch.randperm(len(one.z), generator=torch.Generator().manual_seed(0))[:most]
+        y = None if one is public else one.y[chosen]
+        rows.append({"name": one.name, "note": one.note} | measures.quality(of, of(one.z[chosen]), y, most))
+    note = "as many of the records that were trained on"
+    real = measures.quality_of_training(of, min(most, len(sets[0].z)), most)
+    rows.append({"name": "real private training records", "note": note} | real)
+    for row in rows:
+        distances = row.pop("classes")
+        within[row["name"]] = distances
+        row["per_class"] = None if distances is None else mean_of(distances)
+    return {
+        "quality": {"features": features.name, "digest": features.digest, "resize": features.resize, "sets": rows},
+        "class_distances": [
+            {"label": label, "distance": distance, "reference": reference}
+            for label, distance, reference in zip(
+                inputs.intake.classes,
+                within["synthetic data"],
+                within["real private training records"],
+                strict=True,
+            )
+        ],
+    }
+
+
+def _write_closeness(inputs: Inputs, synthetic_set: ImageSet) -> None:
+    """Some synthetic images beside the training records nearest to them."""
+    from safetensors.torch import save
+
+    z, y = synthetic_set.z, synthetic_set.y
+    found = inputs.intake.measures.closeness(z, y, shown=SHOWN, k=NEAREST)
+    tensors = {
+        "images": torch.tensor(found.images),
+        "heldout": torch.tensor(found.heldout),
+        "labels": y[found.shown],
+        "samples": torch.from_numpy(to_pixels(z[found.shown])),
+        "nearest": torch.from_numpy(found.nearest),
+        "distances": torch.from_numpy(found.distances),
+    }
+    write_durably(inputs.folder.neighbours, save(tensors), mode=0o600)
+
+
+def _summary(name: str, probe: str, note: str, values: list[float]) -> dict:
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return {"name": name, "probe": probe, "mean": float(np.mean(values)), "std": std, "note": note, "values": values}
+
+
+def _on_grid(z: Tensor) -> Tensor:
+    """Whole pixels, as a file would hold them."""
+    return to_z(to_pixels(z))
+
+
+def _slot_values(inputs: Inputs, slot: int) -> Tensor:
+    """Which word of a slot each synthetic image's caption has."""
+    from straightdp.data.sources import load
+
+    texts = load(str(inputs.folder.synthetic), size=None, channels=inputs.public.shape[0]).texts or ()
+    template = inputs.intake.prompts
+    rows = [template.index(text) for text in texts]
+    return torch.from_numpy(template.combinations()[np.array(rows, dtype=np.int64), slot])
