@@ -41,7 +41,8 @@ from straightdp.moments.plateau import ALLOWED, TIMES, Plateau, plateau
 from straightdp.nets.autoencoder import COARSEST, Autoencoder, code_shape, sides
 from straightdp.nets.captions import Tokenizer
 from straightdp.nets.mmdit import MMDiT
-from straightdp.nets.spaces import SLOTS, Codes
+from straightdp.nets.rowwise import SLOTS
+from straightdp.nets.spaces import Codes
 from straightdp.privacy.accountant import Declaration
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.mechanisms import Relation, RowSum
@@ -296,7 +297,7 @@ def test_nothing_trains_once_it_is_settled():
 
 def space_of(net: Autoencoder, slots: int) -> Codes:
     space = Codes(net, CPU)
-    space._slots = slots
+    space._encode._slots = slots
     return space
 
 

@@ -128,6 +128,8 @@ def test_a_real_run_is_releasable_and_complete(finished):
         "model.json",
         "synthetic",
         "README.md",
+        "model_card.md",
+        "croissant.json",
         "report.html",
     }
     rows = (run / "release/synthetic/metadata.csv").read_text().splitlines()

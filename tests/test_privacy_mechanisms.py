@@ -107,7 +107,7 @@ def test_a_record_that_is_not_finite_adds_nothing(name, bad):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), st.floats(1e-3, 1e3))
 def test_rounding_onto_the_grid_never_lengthens(values, bound):
     vector = torch.tensor([values], dtype=torch.float64)
-    on_grid = clip_to_grid(vector, bound, bound * 2.0**-15).astype(object)  # exact integers
+    on_grid = clip_to_grid(vector, bound, bound * 2.0**-15).numpy().astype(object)  # exact integers
     assert sum(int(v) ** 2 for v in on_grid[0]) <= (2**15) ** 2
     length = min(float(vector.norm()), bound)
     assert math.sqrt(sum(int(v) ** 2 for v in on_grid[0])) * bound * 2.0**-15 <= length * (1 + 1e-9)

@@ -166,7 +166,7 @@ def test_a_recipe_is_frozen_all_the_way_down():
 # the digest
 
 OTHER: dict[str, dict[str, Any]] = {
-    "run": {"seed": 1, "device": "cpu", "compile": "off", "title": "another"},
+    "run": {"method": "dp-merf", "seed": 1, "device": "cpu", "compile": "off", "title": "another"},
     "privacy": {"epsilon": 2.0, "delta": 1e-6, "n": 9, "mode": "paper", "interval": 1e-3, "pinned_key": "a" * 64},
     "private": {
         "data": "x",
@@ -248,6 +248,24 @@ OTHER: dict[str, dict[str, Any]] = {
         "thorough": "on",
         "images": 10,
     },
+    "rival": {
+        "features": 8,
+        "order": 2,
+        "pairs": 3,
+        "pair_order": 1,
+        "alpha": 0.2,
+        "width": 7,
+        "hidden": 8,
+        "code": 5,
+        "steps": 1,
+        "batch": 4,
+        "lr": 0.5,
+        "rounds": 2,
+        "population": 5,
+        "variations": 1,
+        "times": (0.3, 0.6),
+        "threshold": 2.0,
+    },
 }
 
 
@@ -262,8 +280,11 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
     changed = parse({section: {key: OTHER[section][key]}})
     assert changed != Recipe()
     assert through_toml(changed, scratch) == changed
-    ignored = section in ("sample", "evaluate") or dotted in ("run.title", "run.compile", "dpsgd.micro_batch")
+    ignored = section in ("sample", "evaluate", "rival") or dotted in ("run.title", "run.compile", "dpsgd.micro_batch")
     assert (changed.digest() == Recipe().digest()) == ignored
+    if section == "rival":  # decides the model of a rival alone
+        rival = {"run": {"method": "dp-merf"}}
+        assert parse(rival | {section: {key: OTHER[section][key]}}).digest() != parse(rival).digest()
 
 
 # refusals

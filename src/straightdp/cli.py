@@ -192,7 +192,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _sample(options: argparse.Namespace) -> None:
     from straightdp.data import synthetic
-    from straightdp.generator import Generator
+    from straightdp.generator import open_generator
     from straightdp.progress import tracker
     from straightdp.recipe import load
     from straightdp.team import pick_device
@@ -202,7 +202,7 @@ def _sample(options: argparse.Namespace) -> None:
     if options.out.exists():
         raise BadInput(f"{options.out} exists; give another --out")
     device = pick_device("auto")
-    generator = Generator.load(options.release, device)
+    generator = open_generator(options.release, device)
     stored = [f"sample.{k}={_quoted(v) if isinstance(v, str) else v}" for k, v in generator.sample.model_dump().items()]
     section = load(None, (*stored, *options.settings)).sample
     y = generator.prompts(options.n, device)
@@ -218,9 +218,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from straightdp.recipe import load
     from straightdp.stages.published import evaluate_release
 
-    others = [setting for setting in options.settings if not setting.startswith("evaluate.")]
-    if others:
-        raise BadInput(f"{others[0]!r} does not concern evaluation; only evaluate.KEY=VALUE may be set here")
+    pipeline.check_evaluate_settings(tuple(options.settings))
     folder = RunFolder(options.run)
     if folder.recipe.exists() and folder.ledger.exists():
         if options.against is not None:

@@ -25,6 +25,7 @@ class RunFolder:
         self.ledger = self.private / "transcript.jsonl"  # the authoritative one; release/ gets the same lines
         self.transcript = self.release / "transcript.jsonl"
         self.moments = self.release / "moments.safetensors"
+        self.embedding = self.release / "embedding.safetensors"
         self.model = self.release / "model.safetensors"
         self.model_card = self.release / "model.json"
         self.synthetic = self.release / "synthetic"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from straightdp.compiled import Compiled, half
+from straightdp.data.records import to_z
 from straightdp.errors import BadInput
 from straightdp.flow.fit import step_generator
 from straightdp.flow.path import noise_like
@@ -20,7 +21,7 @@ from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.captions import Tokenizer
 from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Codes, Pixels, Space
-from straightdp.recipe import Latent, Net, Sample
+from straightdp.recipe import RIVALS, Latent, Net, Rival, Sample
 
 AUTOENCODER = "autoencoder."  # what its weights' names begin with
 
@@ -50,6 +51,18 @@ class Conditioning:
     def null(self, device: torch.device) -> Tensor:
         """(1, length)."""
         return self.tokenizer.null().to(device).unsqueeze(0)
+
+
+def open_generator(release: Path, device: torch.device) -> Generator | RivalGenerator:
+    """Whatever draws the images of a release, by whichever method it was made."""
+    for name in ("model.json", "model.safetensors"):
+        if not (release / name).is_file():
+            raise BadInput(f"{release} is not a release: {name} is missing")
+    try:
+        method = json.loads((release / "model.json").read_text(encoding="utf-8")).get("method", "straightdp")
+    except (ValueError, AttributeError) as error:
+        raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
+    return RivalGenerator.load(release, device) if method in RIVALS else Generator.load(release, device)
 
 
 @dataclass
@@ -118,10 +131,10 @@ class Generator:
                 autoencoder.load_state_dict(own)
                 space = Codes(autoencoder, device)
             sample = Sample.model_validate(body["sample"])
+            path = release / "moments.safetensors"
+            moments = MomentModel.load(path).to(device) if path.exists() else None
         except Exception as error:
             raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
-        path = release / "moments.safetensors"
-        moments = MomentModel.load(path).to(device) if path.exists() else None
         return cls(net.to(device).eval(), conditioning, moments, sample, space)
 
     def prompts(self, n: int, device: torch.device) -> Tensor:
@@ -160,3 +173,75 @@ class Generator:
             start = self.moments.tilted_start(y, section.t0, generator).reshape(shape)
             return euler(field, start, section.steps, section.t0)
         return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps)
+
+
+@dataclass
+class RivalGenerator:
+    """What a rival method releases: the weights of a matched network, or an evolved population of images."""
+
+    method: str
+    state: dict[str, Tensor]
+    section: Rival
+    conditioning: Conditioning
+    sample: Sample
+    image: tuple[int, int, int]
+    moments: None = None
+
+    def save(self, weights: Path, card: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file({name: value.cpu().contiguous() for name, value in self.state.items()}, weights)
+        tokenizer = self.conditioning.tokenizer
+        body = {
+            "method": self.method,
+            "rival": self.section.model_dump(mode="json"),
+            "shape": list(self.image),
+            "classes": list(self.conditioning.classes),
+            "captions": list(self.conditioning.captions),
+            "words": list(tokenizer.words),
+            "length": tokenizer.length,
+            "vocabulary": tokenizer.vocabulary,
+            "sample": self.sample.model_dump(),
+        }
+        card.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
+
+    @classmethod
+    def load(cls, release: Path, device: torch.device) -> RivalGenerator:
+        from safetensors.torch import load_file
+
+        try:
+            body = json.loads((release / "model.json").read_text(encoding="utf-8"))
+            state = {name: value.to(device) for name, value in load_file(release / "model.safetensors").items()}
+            tokenizer = Tokenizer(tuple(body["words"]), body["length"], body["vocabulary"])
+            conditioning = Conditioning(tuple(body["classes"]), tuple(body["captions"]), tokenizer)
+            section, sample = Rival.model_validate(body["rival"]), Sample.model_validate(body["sample"])
+            return cls(body["method"], state, section, conditioning, sample, tuple(body["shape"]))
+        except Exception as error:
+            raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
+
+    def prompts(self, n: int, device: torch.device) -> Tensor:
+        """n classes in equal parts, sorted: nothing of their proportions is released."""
+        return (torch.arange(n, device=device) * len(self.conditioning.classes)) // max(n, 1)
+
+    @torch.no_grad()
+    def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
+        """Images in [-1, 1] for classes y, (n, C, H, W), on the CPU. An evolved population is gone through in order,
+        as often as it takes."""
+        if self.method == "private-evolution":
+            population = self.state["population"].cpu()
+            place = torch.zeros(len(y), dtype=torch.int64)
+            for c in y.cpu().unique().tolist():
+                place[y.cpu() == c] = torch.arange(int((y == c).sum())) % population.shape[1]
+            return to_z(population[y.cpu(), place])
+        from straightdp.rivals import matching
+
+        classes, section_of = len(self.conditioning.classes), self.section
+        net = matching.Generator(self.image, classes, hidden=section_of.hidden, code=section_of.code)
+        net.load_state_dict(self.state)
+        net = net.to(y.device).eval()
+        parts = list(y.split(section.batch))
+        found = [
+            matching.draw(net, parts[k], step_generator(seed, "sample", k, y.device)).cpu()
+            for k in track(range(len(parts)), 0, len(parts))
+        ]
+        return torch.cat(found) if found else torch.zeros(0, *self.image)

@@ -12,6 +12,7 @@ import torch
 
 from straightdp import cache
 from straightdp.data.captions import from_template
+from straightdp.data.records import Records
 from straightdp.data.sources import load as load_records
 from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import file_hash
@@ -27,11 +28,11 @@ from straightdp.privacy.intake import Intake
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.noise import Noise, open_noise
 from straightdp.privacy.vault import Vault
-from straightdp.privacy.workload import Certificate, certify
+from straightdp.privacy.workload import Certificate, certify, certify_one
 from straightdp.progress import say
-from straightdp.recipe import OWN_TEXT, Recipe, load
+from straightdp.recipe import OWN_TEXT, RIVALS, Image, Recipe, load
 from straightdp.report.assemble import write_reports
-from straightdp.stages import evaluate, private, sample
+from straightdp.stages import evaluate, private, rivals, sample
 from straightdp.stages import public as prepare
 from straightdp.stages.inputs import Inputs, public_key
 from straightdp.team import ALONE, Team, joined, pick_device
@@ -56,14 +57,20 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder | None:
 def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *, resume: bool) -> RunFolder:
     folder.check(recipe, resume=resume)
     cache.check()
-    certificate = certify(recipe, release_parts(recipe))  # of the uniform plan: refused before private files are opened
+    certificate = _certificate(recipe)  # of the uniform plan: refused before private files are opened
     inputs = gather(recipe, folder, device, team)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
         folder.create(recipe, inputs.intake.fingerprint())
-        _spend(inputs, certificate)
+        (_spend_on_rival if recipe.run.method in RIVALS else _spend)(inputs, certificate)
         _use(inputs)
     return folder
+
+
+def _certificate(recipe: Recipe) -> Certificate:
+    if recipe.run.method in RIVALS:
+        return certify_one(recipe.privacy, rivals.mechanism(recipe))
+    return certify(recipe, release_parts(recipe))
 
 
 def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team) -> None:
@@ -109,14 +116,16 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
         prepare.enter_codes(inputs)
     key = _key(recipe.digest(), public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
     stage("pretrain", [pretrained], lambda: _shared(inputs, "pretrain", pretrained))
-    stage("calibrate", [folder.calibration], lambda: prepare.calibrate(inputs, pretrained, folder.calibration))
-    basis, tau = prepare.load_basis(folder.calibration), prepare.load_number(folder.calibration, "tau")
-    if recipe.dpsgd.plan == "tha" and recipe.dpsgd.steps:
+    basis, tau = None, 0.0
+    if len(inputs.public):
+        stage("calibrate", [folder.calibration], lambda: prepare.calibrate(inputs, pretrained, folder.calibration))
+        basis, tau = prepare.load_basis(folder.calibration), prepare.load_number(folder.calibration, "tau")
+    if basis is not None and recipe.dpsgd.plan == "tha" and recipe.dpsgd.steps:
         stage("allocate", [folder.allocation], lambda: prepare.allocate(inputs, basis, tau, folder.allocation))
         certificate = certify(recipe, release_parts(recipe), prepare.load_shape(inputs))
     ledger, vault = _declare(inputs, certificate)
     start, moments = pretrained, None
-    if release_parts(recipe):
+    if basis is not None and release_parts(recipe):
         stage("release", [folder.moments], lambda: private.release(inputs, basis, vault, ledger, folder.moments))
         moments = MomentModel.load(folder.moments)
         if recipe.distill.steps:
@@ -131,9 +140,37 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
 
     stage("train", [folder.model, folder.model_card], train)
     inputs.team.dismiss()
+    _close(ledger, folder)
+
+
+def _spend_on_rival(inputs: Inputs, certificate: Certificate) -> None:
+    """The same story for a method with one mechanism."""
+    folder, recipe = inputs.folder, inputs.recipe
+    pretrained = folder.checkpoints / "pretrained.safetensors"
+    rivals.check(inputs)
+    key = _key(recipe.digest(), public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
+
+    def stage(name: str, outputs: list[Path], work) -> None:
+        say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
+
+    models = [folder.model, folder.model_card]
+    if recipe.run.method == "private-evolution":
+        stage("pretrain", [pretrained], lambda: _shared(inputs, "pretrain", pretrained))
+        ledger, vault = _declare(inputs, certificate)
+        stage("evolve", models, lambda: rivals.evolve(inputs, pretrained, vault, ledger))
+    else:
+        ledger, vault = _declare(inputs, certificate)
+        stage("embed", [folder.embedding], lambda: rivals.embed(inputs, vault, folder.embedding))
+        stage("match", models, lambda: rivals.match(inputs, folder.embedding))
+    inputs.team.dismiss()
+    _close(ledger, folder)
+
+
+def _close(ledger: Ledger, folder: RunFolder) -> None:
+    """The transcript's last line, with the hashes of what was released."""
     if not ledger.closed:
-        released = [path for path in (folder.moments, folder.model, folder.model_card) if path.exists()]
-        ledger.close({path.name: file_hash(path) for path in released})
+        every = (folder.moments, folder.embedding, folder.model, folder.model_card)
+        ledger.close({path.name: file_hash(path) for path in every if path.exists()})
 
 
 def _shared(inputs: Inputs, name: str, out: Path) -> None:
@@ -149,7 +186,7 @@ def _use(inputs: Inputs) -> None:
     folder.stage("sample", key, [folder.synthetic], lambda: sample.run(inputs))
     say("sample: done")
     key = _key(recipe.evaluate.model_dump_json(), file_hash(folder.synthetic))
-    folder.stage("evaluate", key, [folder.evaluation], lambda: evaluate.run(inputs))
+    folder.stage("evaluate", key, [folder.evaluation, folder.neighbours], lambda: evaluate.run(inputs))
     say("evaluate: done")
     write_reports(inputs)
     say(f"report: {folder.root / 'report.html'}")
@@ -157,7 +194,15 @@ def _use(inputs: Inputs) -> None:
 
 def evaluate_again(out: Path, settings: tuple[str, ...] = ()) -> RunFolder:
     """Judge a finished run again, with other settings of `evaluate` perhaps, and write its pages again."""
+    check_evaluate_settings(settings)
     return _again(out, settings, evaluate.run)
+
+
+def check_evaluate_settings(settings: tuple[str, ...]) -> None:
+    """Refuse settings that would change anything but the evaluation."""
+    others = [setting for setting in settings if not setting.startswith("evaluate.")]
+    if others:
+        raise BadInput(f"{others[0]!r} does not concern evaluation; only evaluate.KEY=VALUE may be set here")
 
 
 def report_again(out: Path) -> RunFolder:
@@ -167,12 +212,15 @@ def report_again(out: Path) -> RunFolder:
 
 def _again(out: Path, settings: tuple[str, ...], work: Callable[[Inputs], None]) -> RunFolder:
     folder = RunFolder(out)
-    if not folder.recipe.exists():
-        raise BadInput(f"{out} is not a run's folder: recipe.toml is missing")
+    if not (folder.recipe.exists() and folder.private.is_dir()):
+        raise BadInput(f"{out} is not a run's folder: recipe.toml or private is missing; give one that has both")
     recipe = load(folder.recipe, settings)
     with folder.lock():
-        if not (folder.model.exists() and Ledger(folder.ledger).closed and folder.synthetic.exists()):
+        ledger = Ledger(folder.ledger)
+        if not (folder.model.exists() and ledger.closed and folder.synthetic.exists()):
             raise BadInput(f"{out} is not finished; finish it with `straightdp run --resume`")
+        if (ledger.find("header") or {})["recipe"] != recipe.digest():
+            raise BadInput(f"{folder.recipe} is not the recipe that {out} was run with; put the first one back")
         inputs = gather(recipe, folder, pick_device(recipe.run.device))
         prepare.enter_codes(inputs)
         folder.create(recipe, inputs.intake.fingerprint())
@@ -183,11 +231,12 @@ def _again(out: Path, settings: tuple[str, ...], work: Callable[[Inputs], None])
 
 def gather(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team = ALONE) -> Inputs:
     """Read and check both data sets. Private records go straight into the intake."""
-    for section in ("private", "public"):
+    alone = recipe.run.method == "from-scratch"
+    for section in ("private",) if alone else ("private", "public"):
         if not getattr(recipe, section).data:
             raise BadInput(f"no {section} data was named; give --{section} or set {section}.data in the recipe")
     image = recipe.image
-    public = load_records(recipe.public.data, size=image.size, channels=image.channels)
+    public = _nothing(image) if alone else load_records(recipe.public.data, size=image.size, channels=image.channels)
     side, shape = public.shape[1], public.shape
     if recipe.latent.d is not None:
         shape = code_shape(recipe.latent.d, side)
@@ -218,6 +267,12 @@ def gather(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team =
     if recipe.release.condition != "class" and release_parts(recipe):
         features_of = featuriser(recipe.release.condition, intake.prompts, tokenizer, recipe.net.caption_width)
     return Inputs(recipe, folder, device, public, public_ids, conditioning, intake, features_of, team)
+
+
+def _nothing(image: Image) -> Records:
+    """The public set of a method that sees none."""
+    side = image.size or 0
+    return Records(np.zeros((0, image.channels, side, side), np.uint8), np.zeros(0, np.int64), ())
 
 
 def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:

@@ -232,7 +232,34 @@ class Evaluate(Section):
     )
 
 
+RIVALS = ("dp-merf", "dp-hp", "dp-ntk", "private-evolution")
+
+
+class Rival(Section):
+    """The rivals' settings, with the paper's values; ours takes none of them."""
+
+    features: Annotated[int, Field(ge=2)] = Field(default=10_000, description="DP-MERF: cosines and sines")
+    order: Count = Field(default=20, description="DP-HP: of the sum kernel")
+    pairs: Count = Field(default=1_500, description="DP-HP: pixel pairs of the product kernel")
+    pair_order: Count = Field(default=3, description="DP-HP: of the product kernel")
+    alpha: Fraction = Field(default=0.5, description="DP-HP: weight of the product kernel")
+    width: Count = Field(default=300, description="DP-NTK: hidden units")
+    hidden: Count = Field(default=512, description="the matching generator's hidden units, twice")
+    code: Count = Field(default=100, description="its input noise")
+    steps: Steps = 6_000
+    batch: Count = 500
+    lr: Rate = 1e-3
+    rounds: Annotated[int, Field(ge=1, le=100)] = Field(default=10, description="Private Evolution: votes")
+    population: Count = Field(default=1_000, description="candidates a class")
+    variations: Steps = Field(default=2, description="variations whose mean features stand for a candidate")
+    times: tuple[Fraction, Fraction] = Field(default=(0.45, 0.85), description="t_v of the first round and the last")
+    threshold: Annotated[float, Field(ge=0)] = Field(default=1.5, description="votes below this times sigma count as 0")
+
+
 class Run(Section):
+    method: Literal["straightdp", "from-scratch", "dp-merf", "dp-hp", "dp-ntk", "private-evolution"] = Field(
+        default="straightdp", description="ours, DP-SGD without public data, or a rival of [rival]"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=0, description="drives public training and sampling only, never the privacy noise"
     )
@@ -257,9 +284,18 @@ class Recipe(Section):
     dpsgd: DpSgd = DpSgd()
     sample: Sample = Sample()
     evaluate: Evaluate = Evaluate()
+    rival: Rival = Rival()
 
     @model_validator(mode="after")
     def _spends_something(self) -> Recipe:
+        if self.run.method in RIVALS:
+            if self.latent.d is not None:
+                raise ValueError(f"run.method = {self.run.method!r} works on pixels: leave latent.d out")
+            if self.private.slots:
+                raise ValueError(f"run.method = {self.run.method!r} knows classes alone: leave private.slots out")
+            return self
+        if self.run.method == "from-scratch":
+            self._has_no_public_data()
         if self.release.weight == 0 and self.release.sigma is None and self.dpsgd.steps == 0:
             raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
         if self.release.weight == 0 and self.release.sigma is None and self.sample.port != "weights":
@@ -275,10 +311,26 @@ class Recipe(Section):
             raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
         return self
 
+    def _has_no_public_data(self) -> None:
+        wanted = {"release.weight": 0, "pretrain.steps": 0, "dpsgd.clip_quantile": 0}
+        for dotted, value in wanted.items():
+            section, key = dotted.split(".")
+            if getattr(getattr(self, section), key) != value:
+                raise ValueError(f"run.method = 'from-scratch' sees no public data: set {dotted} = {value}")
+        if self.public.data or self.dpsgd.plan != "uniform" or self.latent.d is not None or self.sample.t0 == "plateau":
+            raise ValueError(
+                "run.method = 'from-scratch' sees no public data: leave out public.data, latent.d, dpsgd.plan and a "
+                "plateau for sample.t0"
+            )
+        if self.image.size is None:
+            raise ValueError("run.method = 'from-scratch' has no public images to take the size from: set image.size")
+
     def digest(self) -> str:
         """Hash of all that decides the trained model; sampling, evaluation and what is only speed may change later."""
         tree = self.model_dump(mode="json", exclude={"sample", "evaluate"})
         tree["private"]["slots"] = list(self.private.slots.items())  # their order is the captions' order
+        if self.run.method not in RIVALS:
+            tree.pop("rival")
         for section, name in (("run", "title"), ("run", "compile"), ("dpsgd", "micro_batch")):
             tree[section].pop(name)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

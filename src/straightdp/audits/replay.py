@@ -23,7 +23,7 @@ from straightdp.privacy.workload import GRADIENTS, bucket_id, bucket_steps
 
 ORDER = tuple(KINDS)
 TOLERANCE = 1e-6
-HASHED = ("moments.safetensors", "model.safetensors", "model.json")
+HASHED = ("moments.safetensors", "embedding.safetensors", "model.safetensors", "model.json")
 UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "model_card.md", "croissant.json", "report.html")
 ASSUMED = {"N", "class list", "image range", "public data"}
 
@@ -134,6 +134,8 @@ def _whole(line: int, declared: dict[str, Declaration]) -> None:
         raise TranscriptError(line, "certifies time buckets that do not share out the steps of one DP-SGD")
     if "release/means" in declared and "release/cross" in declared:
         raise TranscriptError(line, "certifies two releases of the means")
+    if any(id.startswith("rival/") for id in declared) and len(declared) > 1:
+        raise TranscriptError(line, "certifies a rival's mechanism beside another")
 
 
 def _executions(lines: list[Any], declared: dict[str, Declaration]) -> dict[str, int]:
@@ -165,9 +167,11 @@ def _totals(entry: Totals, executed: dict[str, int], declared: dict[str, Declara
     short = [part.id for part in declared.values() if executed[part.id] != part.count]
     if short:
         raise TranscriptError(entry.line, f"closes the run, but {short[0]} did not run as often as it was declared")
-    needed = {
-        name for name in HASHED if name != "moments.safetensors" or any(id.startswith("release/") for id in declared)
-    }
+    needed = {"model.safetensors", "model.json"}
+    if any(id.startswith("release/") for id in declared):
+        needed.add("moments.safetensors")
+    if "rival/embedding" in declared:
+        needed.add("embedding.safetensors")
     if needed - set(entry.files):
         raise TranscriptError(entry.line, f"does not name {min(needed - set(entry.files))}, which such a run releases")
     if abs(entry.epsilon - recomputed) > TOLERANCE * max(1.0, recomputed):

@@ -19,6 +19,8 @@ KNOWN: dict[str, tuple[str, float]] = {
     "release/covariance": ("gaussian", 1.0),
     "release/trace": ("gaussian", 1.0),
     "dpsgd/gradients": ("poisson_gaussian", 1.0),
+    "rival/embedding": ("gaussian", 1.0),
+    "rival/votes": ("gaussian", 1.0),
 }
 """Each mechanism of the project: its kind, and the least sensitivity that may be declared for it."""
 

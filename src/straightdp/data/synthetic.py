@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from straightdp.data.records import to_pixels
+from straightdp.errors import BadInput
 
 
 def write(folder: Path, z: torch.Tensor, y: torch.Tensor, classes: tuple[str, ...], captions: tuple[str, ...]) -> None:
@@ -57,5 +58,7 @@ def read(folder: Path, shape: tuple[int, int, int], classes: tuple[str, ...]) ->
     from straightdp.data.sources import load
 
     records = load(str(folder), size=shape[1], channels=shape[0])
+    if foreign := sorted(set(records.classes) - set(classes)):
+        raise BadInput(f"{folder} has images of {foreign[0]!r}, which is no class of the release; mend metadata.csv")
     order = torch.tensor([classes.index(name) for name in records.classes])
     return records.z(), order[torch.from_numpy(records.labels)]

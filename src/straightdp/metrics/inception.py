@@ -77,10 +77,11 @@ class Features:
         size = BATCH["cuda" if device.type == "cuda" else "cpu"]
         starts = range(0, len(z), size)
         for k in (track or quiet)(range(len(starts)), 0, len(starts)):
-            yield self._features(z[starts[k] : starts[k] + size].to(device, torch.float32)).cpu()
+            yield self.on_device(z[starts[k] : starts[k] + size].to(device, torch.float32)).cpu()
 
     @torch.no_grad()
-    def _features(self, z: Tensor) -> Tensor:
+    def on_device(self, z: Tensor) -> Tensor:
+        """One batch, where it lies: (n, 1 or 3, H, W) to (n, 2048)."""
         x = F.interpolate(z, (SIZE, SIZE), mode="bilinear", align_corners=False).expand(-1, 3, -1, -1)
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
             return self.net(x.contiguous(memory_format=torch.channels_last))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from straightdp.nets.autoencoder import Autoencoder
-
-SLOTS = 256  # images encoded at once; always this many, so that a record's code hangs on nothing else
+from straightdp.nets.rowwise import RowWise
 
 
 class Space(Protocol):
@@ -50,29 +48,12 @@ class Codes:
         self.device = device
         self.shape, self.image = autoencoder.shape, autoencoder.image
         self.bound = float(autoencoder.radius) * (1 + 1e-5)
-        self._slots = SLOTS if self._places_are_alike() else 1
+        self._encode = RowWise(autoencoder.encode, self.image, device)
 
-    @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """In full batches of one size, whose places were seen to be alike to the bit; else one by one."""
-        found = []
-        for part in images.split(self._slots):
-            padded = F.pad(part, (0, 0, 0, 0, 0, 0, 0, self._slots - len(part)))
-            found.append(self.autoencoder.encode(padded.to(self.device))[: len(part)].float().cpu())
-        return torch.cat(found) if found else torch.zeros(0, *self.shape)
+        return self._encode(images)
 
     @torch.no_grad()
     def decode(self, z: Tensor) -> Tensor:
         parts = [self.autoencoder.decode(part.to(self.device)) for part in z.split(500)]
         return torch.cat(parts) if parts else torch.zeros(0, *self.image)
-
-    @torch.no_grad()
-    def _places_are_alike(self) -> bool:
-        """Whether copies of one image, whatever it shows, get the same code to the bit in every place of a batch."""
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(4):
-            image = torch.rand(1, *self.image, generator=generator) * 2 - 1
-            codes = self.autoencoder.encode(image.to(self.device).expand(SLOTS, -1, -1, -1).contiguous())
-            if not torch.equal(codes, codes[:1].expand_as(codes)):
-                return False
-        return True

@@ -43,11 +43,16 @@ class Measures:
     def __init__(self, train: Records, holdout: Records | None, prompts: Template, prompt: np.ndarray):
         self.__train, self.__holdout = train, holdout
         self.__slots = prompts.combinations()[prompt].astype(np.int64)  # a row a training record: class, then slots
-        self.__heldout_features: Tensor | None = None
+        self.__kept: tuple[FeatureMap, int, Tensor] | None = None
 
     @property
     def holdout_n(self) -> int:
         return 0 if self.__holdout is None else len(self.__holdout)
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are records to measure on: two of each kind, the fewest that have a spread."""
+        return min(len(self.__train), self.holdout_n) >= 2
 
     def accuracy(self, predict: Predict) -> float:
         """Of a classifier on the held-out real records."""
@@ -118,12 +123,12 @@ class Measures:
         return self.__holdout
 
     def __features(self, features: FeatureMap, most: int) -> tuple[Tensor, Tensor]:
-        """Of the held-out records, computed once; they never leave this object."""
+        """Of the held-out records, computed once for the same map and number; they never leave this object."""
         holdout = self.__held_out()
         rows = torch.randperm(len(holdout), generator=torch.Generator().manual_seed(0))[:most].sort().values.numpy()
-        if self.__heldout_features is None:
-            self.__heldout_features = features(to_z(holdout.x[rows]))
-        return self.__heldout_features, torch.from_numpy(holdout.labels[rows])
+        if self.__kept is None or self.__kept[:2] != (features, most):
+            self.__kept = features, most, features(to_z(holdout.x[rows]))
+        return self.__kept[2], torch.from_numpy(holdout.labels[rows])
 
 
 def _agreement(predict: Predict, z: Tensor, y: Tensor) -> float:

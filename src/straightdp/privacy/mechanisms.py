@@ -11,11 +11,14 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 
+from straightdp.nets.rowwise import row_sum
+
+CPU = torch.device("cpu")
 CLIP_MARGIN = 1 - 1e-12  # for the rounding of a float64 norm
 CHUNK = 4096
 LARGEST = 2**25  # numbers in a chunk's vectors
@@ -47,6 +50,7 @@ class RowSum:
     blocks: int = 1
     replace_bound: float | None = None
     condition: Condition = "class"
+    device: torch.device = CPU  # where `vectors` works
 
     @property
     def grid(self) -> float:
@@ -65,7 +69,7 @@ class RowSum:
         """The pre-noise value in grid units. No records give zeros."""
         total = np.zeros((self.blocks, self.width), dtype=np.int64)
         for block, rows in _chunks(self, z, y, self.bound, self.grid):
-            total[block] += rows.sum(axis=0, dtype=np.int64)
+            total[block] += rows.sum(dim=0).cpu().numpy()
         return {"rows": total.ravel()}
 
     def assemble(self, noisy: dict[str, np.ndarray]) -> np.ndarray:
@@ -89,6 +93,7 @@ class OuterSum:
     condition: Condition = "class"
 
     grid = 2.0**-30
+    device = CPU
 
     def sensitivity(self, relation: Relation) -> float:
         return 1.0 if relation is Relation.ADD_OR_REMOVE_ONE else math.sqrt(2)
@@ -101,8 +106,8 @@ class OuterSum:
         """The pre-noise value in grid units. No records give zeros."""
         total = np.zeros((self.blocks, self.width, self.width), dtype=np.int64)
         for block, rows in _chunks(self, z, y, self.radius, self.radius * 2.0**-15):
-            u = rows.astype(np.float64)
-            total[block] += (u.T @ u).astype(np.int64)  # integers below 2^30 * CHUNK < 2^53: exact
+            u = rows.double()
+            total[block] += (u.T @ u).to(torch.int64).cpu().numpy()  # integers below 2^30 * CHUNK < 2^53: exact
         i, j = np.triu_indices(self.width, k=1)
         diagonal = np.einsum("bii->bi", total)
         return {"diagonal": diagonal.ravel(), "pairs": total[:, i, j].ravel()}
@@ -117,28 +122,133 @@ class OuterSum:
         return matrix * self.radius**2
 
 
-BoundedSum = RowSum | OuterSum
+@dataclass(frozen=True)
+class FactorSum:
+    """Each record adds [left right^T, rest] to the block of its class, where left, right and rest are vectors of its
+    own: gradients of a linear map are of this form, and too long to be written out record by record.
+
+    |left|^2 |right|^2 + |rest|^2 <= bound^2 is enforced: right is brought to length 1, and left and rest shrink
+    together. left and right are rounded toward zero onto grids of 2^-15, so that every product is a multiple of
+    2^-30 and float64 adds them without rounding.
+    """
+
+    factors: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    p: int
+    q: int
+    r: int
+    bound: float = 1.0
+    blocks: int = 1
+    device: torch.device = CPU
+
+    condition: ClassVar[Condition] = "class"
+
+    @property
+    def width(self) -> int:
+        return self.p * self.q + self.r
+
+    @property
+    def grid(self) -> float:
+        return self.bound * 2.0**-30
+
+    def sensitivity(self, relation: Relation) -> float:
+        return self.bound if relation is Relation.ADD_OR_REMOVE_ONE else 2 * self.bound
+
+    def noise_shape(self) -> dict[str, tuple[int, float]]:
+        return {"rows": (self.blocks * self.width, 1.0)}
+
+    def exact(self, z: torch.Tensor, y: torch.Tensor) -> dict[str, np.ndarray]:
+        """The pre-noise value in grid units. No records give zeros."""
+        total = torch.zeros(self.blocks, self.width, dtype=torch.int64)
+        products = self.p * self.q
+        for part, labels in _slices(z, y, CHUNK, self.device):
+            left, right, rest = self._rounded(*self.factors(part, labels))
+            for block, rows in _blocks(labels, self.blocks):
+                product = left[rows].T @ right[rows]  # integers below 2^30 * CHUNK < 2^53: exact
+                total[block, :products] += product.flatten().to(torch.int64).cpu()
+                total[block, products:] += rest[rows].sum(dim=0).cpu()
+        return {"rows": total.numpy().ravel()}
+
+    def _rounded(self, left: torch.Tensor, right: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """left and right in units of 2^-15 of (bound, 1), whole numbers in float64; rest in grid units."""
+        left, right, rest = left.double() / self.bound, right.double(), rest.double() / self.bound
+        length = row_sum(right.square()).sqrt()
+        left, right = left * length, right / length.clamp_min(1e-300)
+        joined = torch.cat([left, rest], dim=1)
+        clipped = _clipped(torch.where(torch.isfinite(length), joined, torch.nan), 1.0)
+        right = torch.where(torch.isfinite(length), right, torch.zeros_like(right)) * (CLIP_MARGIN - self.q * 2.0**-52)
+        left, rest = clipped[:, : self.p], clipped[:, self.p :]
+        return torch.trunc(left * 2.0**15), torch.trunc(right * 2.0**15), torch.trunc(rest * 2.0**30).to(torch.int64)
+
+    def assemble(self, noisy: dict[str, np.ndarray]) -> np.ndarray:
+        return (noisy["rows"].astype(np.float64) * self.grid).reshape(self.blocks, self.width)
 
 
-def _chunks(statistic: BoundedSum, z: torch.Tensor, y: torch.Tensor, bound: float, grid: float):
+@dataclass(frozen=True)
+class VoteSum:
+    """Each record adds one vote to the place that `places` gives it, (n,) whole numbers below `width`, in the block of
+    its class. A place out of range is no vote. Adding or removing a record moves one place by one."""
+
+    places: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    width: int
+    blocks: int
+
+    grid: ClassVar[float] = 2.0**-20
+    condition: ClassVar[Condition] = "class"
+
+    def sensitivity(self, relation: Relation) -> float:
+        return 1.0 if relation is Relation.ADD_OR_REMOVE_ONE else math.sqrt(2)
+
+    def noise_shape(self) -> dict[str, tuple[int, float]]:
+        return {"votes": (self.blocks * self.width, 1.0)}
+
+    def exact(self, z: torch.Tensor, y: torch.Tensor) -> dict[str, np.ndarray]:
+        """The pre-noise value in grid units. No records give zeros."""
+        total = np.zeros(self.blocks * self.width, dtype=np.int64)
+        if len(z):
+            places, labels = self.places(z, y).cpu().numpy().astype(np.int64), y.numpy()
+            cast = (places >= 0) & (places < self.width)
+            np.add.at(total, labels[cast] * self.width + places[cast], 2**20)
+        return {"votes": total}
+
+    def assemble(self, noisy: dict[str, np.ndarray]) -> np.ndarray:
+        return (noisy["votes"].astype(np.float64) * self.grid).reshape(self.blocks, self.width)
+
+
+BoundedSum = RowSum | OuterSum | FactorSum | VoteSum
+
+
+def _slices(z: torch.Tensor, y: torch.Tensor, size: int, device: torch.device):
+    """Flat records in float64 and what they are conditioned on, a slice at a time, on the device."""
+    for start in range(0, len(z), size):
+        part = z[start : start + size].flatten(1).to(device).double()
+        yield part, y[start : start + size].to(device)
+
+
+def _blocks(labels: torch.Tensor, blocks: int):
+    """Each block that has records in a slice, and which of them they are."""
+    if blocks == 1:
+        yield 0, slice(None)
+        return
+    for block in labels.unique().tolist():
+        yield block, labels == block
+
+
+def _chunks(statistic: RowSum | OuterSum, z: torch.Tensor, y: torch.Tensor, bound: float, grid: float):
     """(block, that block's clipped vectors in grid units) over slices of the records."""
     size = max(1, min(CHUNK, LARGEST // statistic.width))
-    for start in range(0, len(z), size):
-        part = y[start : start + size]
-        rows = clip_to_grid(statistic.vectors(z[start : start + size].flatten(1).double(), part), bound, grid)
-        if statistic.blocks == 1:
-            yield 0, rows
-            continue
-        labels = part.numpy()
-        for block in np.unique(labels):
-            yield int(block), rows[labels == block]
+    for part, given in _slices(z, y, size, statistic.device):
+        rows = clip_to_grid(statistic.vectors(part, given), bound, grid)
+        for block, chosen in _blocks(given, statistic.blocks):
+            yield block, rows[chosen]
 
 
-def clip_to_grid(vectors: torch.Tensor, bound: float, grid: float) -> np.ndarray:
+def clip_to_grid(vectors: torch.Tensor, bound: float, grid: float) -> torch.Tensor:
     """Vectors in grid units, int64. Guarantee: no norm above `bound`. A vector that is not finite becomes zero."""
-    vectors = vectors.double()
-    norms = vectors.norm(dim=1, keepdim=True)
+    return torch.trunc(_clipped(vectors.double(), bound) / grid).to(torch.int64)
+
+
+def _clipped(vectors: torch.Tensor, bound: float) -> torch.Tensor:
+    norms = row_sum(vectors.square()).sqrt()  # in an order that no other record has a say in
     margin = CLIP_MARGIN - vectors.shape[1] * 2.0**-52  # a norm of many numbers is off by more
     scale = (bound * margin / norms.clamp_min(1e-300)).clamp_max(1.0)
-    clipped = torch.where(torch.isfinite(norms), vectors * scale, torch.zeros_like(vectors))
-    return torch.trunc(clipped / grid).to(torch.int64).numpy()
+    return torch.where(torch.isfinite(norms), vectors * scale, torch.zeros_like(vectors))

@@ -20,14 +20,19 @@ import torch
 from straightdp.data.records import Records, to_z
 from straightdp.errors import BadInput, BudgetRefused
 from straightdp.flow.path import Draws
+from straightdp.nets.rowwise import RowWise
 from straightdp.nets.spaces import Pixels, Space
 from straightdp.privacy.ledger import Ledger
-from straightdp.privacy.mechanisms import BoundedSum, Relation
+from straightdp.privacy.mechanisms import BoundedSum, Relation, VoteSum
 from straightdp.privacy.noise import Noise
 from straightdp.team import ALONE, Team
 
 if TYPE_CHECKING:
     from straightdp.dpsgd.clipping import ClippedSum
+
+
+FeatureMap = Callable[[torch.Tensor], torch.Tensor]
+"""Images in [-1, 1], (n, C, H, W), to features (n, p): frozen and public."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Vault:
         self.__labels = torch.from_numpy(records.labels.astype(np.int64))
         self.__captions = captions or Captions(lambda: self.__labels[:, None])
         self.__codes: torch.Tensor | None = None
+        self.__seen: torch.Tensor | None = None
         self.__ledger = ledger
         self.__noise = noise
         self.__diagnostics = diagnostics
@@ -83,10 +89,11 @@ class Vault:
         self.n = n
         self.classes = len(records.classes)
 
-    def gaussian_sum(self, id: str, statistic: BoundedSum) -> np.ndarray:
+    def gaussian_sum(self, id: str, statistic: BoundedSum, step: int = 0) -> np.ndarray:
         """The statistic's sum over all records plus discrete Gaussian noise, in the statistic's own units.
 
-        The noise is drawn and the entry is on disk before a record is read.
+        The noise is drawn and the entry is on disk before a record is read. A mechanism that was declared for several
+        executions has one a step.
         """
         part = self.__declared(id, "gaussian")
         needed = statistic.sensitivity(Relation.ADD_OR_REMOVE_ONE)
@@ -96,16 +103,38 @@ class Vault:
         if statistic.condition == "caption" and features_of is None:
             raise BudgetRefused(f"{id} asks for features of captions, which these records have none of")
         std = part.sigma * part.sensitivity / statistic.grid
-        repeated = (id, 0) in self.__ledger.executed
+        repeated, name = (id, step) in self.__ledger.executed, f"{id}/{step}" if part.count > 1 else id
         noise = {
-            group: self.__noise.integer_gaussian(f"{id}/{group}", std * relative, size, drawn_before=repeated)
+            group: self.__noise.integer_gaussian(f"{name}/{group}", std * relative, size, drawn_before=repeated)
             for group, (size, relative) in statistic.noise_shape().items()
         }
-        self.__ledger.spend(id)
+        self.__ledger.spend(id, step)
         given = features_of() if statistic.condition == "caption" and features_of else self.__labels
         exact = statistic.exact(self.__z(), given)
-        self.__noise.bind(id, b"".join(exact[group].tobytes() for group in sorted(exact)))
+        self.__noise.bind(name, b"".join(exact[group].tobytes() for group in sorted(exact)))
         return statistic.assemble({group: exact[group] + noise[group] for group in exact})
+
+    def vote_histogram(self, id: str, step: int, see: FeatureMap, candidates: torch.Tensor) -> np.ndarray:
+        """How many records have each candidate of their class for their nearest one, plus discrete Gaussian noise.
+
+        Candidates are (classes, population, p): features, in which records are seen by `see`, once. A record's vote is
+        the same to the bit whatever the other records are, so adding one adds one vote.
+        """
+
+        def places(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if self.__seen is None:
+                self.__seen = RowWise(see, self.__records.shape, candidates.device, slots=32)(self.__records.z())
+            found = torch.full((len(y),), -1)
+            for c in y.unique().tolist():
+                nearest = RowWise(
+                    lambda rows, c=c: torch.cdist(rows, candidates[c]).argmin(dim=1, keepdim=True),
+                    tuple(candidates.shape[2:]),
+                    candidates.device,
+                )
+                found[y == c] = nearest(self.__seen[y == c])[:, 0].long()
+            return found
+
+        return self.gaussian_sum(id, VoteSum(places, candidates.shape[1], len(candidates)), step)
 
     def bind(self, id: str, start: str) -> None:
         """Tie a mechanism to what it starts from (weights, plan, basis) before it runs: a resumed run repeats it."""

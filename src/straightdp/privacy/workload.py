@@ -9,7 +9,7 @@ stage gets what it leaves.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from straightdp.errors import BudgetRefused
 from straightdp.privacy.accountant import Declaration, calibrate, epsilon
@@ -70,6 +70,20 @@ def certify(
     total = epsilon(workload, privacy.delta, privacy.interval)
     if total > privacy.epsilon:
         raise BudgetRefused(f"the workload costs epsilon = {total:.4g}, the budget is {privacy.epsilon:g}")
+    return Certificate(tuple(workload), total, privacy.delta, privacy.interval)
+
+
+def certify_one(privacy: Privacy, part: Declaration) -> Certificate:
+    """A workload of one Gaussian mechanism, with the least noise that fits the budget.
+
+    Guarantee: certificate.epsilon <= privacy.epsilon, or BudgetRefused.
+    """
+
+    def at(m: float) -> list[Declaration]:
+        return [replace(part, sigma=math.sqrt(part.count) / m)]
+
+    workload = at(calibrate(at, privacy.epsilon, privacy.delta, privacy.interval))
+    total = epsilon(workload, privacy.delta, privacy.interval)
     return Certificate(tuple(workload), total, privacy.delta, privacy.interval)
 
 

@@ -41,6 +41,7 @@ TIMED = (
     "distill",
     "sample",
 )  # times of stages that read private records stay inside
+NOT_YET = {"holdout_n": 0, "scores": [], "left_out": ["Nothing was measured yet: `straightdp evaluate RUN` does so."]}
 FILES = {
     "transcript.jsonl": "every mechanism, declared and executed; recompute epsilon from it",
     "moments.safetensors": "the released class moments",
@@ -118,7 +119,7 @@ def public_facts(inputs: Inputs) -> PublicFacts:
 
 def private_facts(folder: RunFolder) -> PrivateFacts:
     """What was computed from private records without noise. The internal edition alone shows it."""
-    body = json.loads(folder.evaluation.read_text())
+    body = json.loads(folder.evaluation.read_text()) if folder.evaluation.exists() else NOT_YET
     quality = body.get("quality")
     return PrivateFacts(
         scores=tuple(Score(s["name"], s["mean"], s["std"], s["note"], s.get("probe", "LeNet")) for s in body["scores"]),

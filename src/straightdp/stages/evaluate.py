@@ -33,7 +33,11 @@ NO_WEIGHTS = (
     "Fréchet distance, precision and recall were not run: no Inception weights were found; "
     "`straightdp data get inception` fetches them."
 )
-NO_HOLDOUT = "Nothing was measured: no real records are held out, or the records are no images of at least 8 pixels."
+TOO_FEW = "Fréchet distance, precision and recall were not run: they need at least two synthetic images."
+NO_HOLDOUT = (
+    "Nothing was measured: fewer than two real records are held out or were trained on, or the records are no images "
+    "of at least 8 pixels."
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ def run(inputs: Inputs) -> None:
     """Write `private/evaluation.json` and, of images, `private/neighbours.safetensors`."""
     folder, measures = inputs.folder, inputs.intake.measures
     body: dict = {"holdout_n": measures.holdout_n, "scores": [], "left_out": []}
-    folder.neighbours.unlink(missing_ok=True)
-    if not measures.holdout_n or inputs.public.shape[0] not in (1, 3) or min(inputs.public.shape[1:]) < 8:
+    if not measures.enough or inputs.public.shape[0] not in (1, 3) or min(inputs.public.shape[1:]) < 8:
+        folder.neighbours.unlink(missing_ok=True)
         body["left_out"].append(NO_HOLDOUT)
         write_text(folder.evaluation, json.dumps(body, indent=1))
         return
@@ -63,6 +67,8 @@ def run(inputs: Inputs) -> None:
         features = inception.find(inputs.device)
         if features is None:
             body["left_out"].append(NO_WEIGHTS)
+        elif len(sets[0].z) < 2:
+            body["left_out"].append(TOO_FEW)
         else:
             body |= _quality(inputs, sets, features)
     else:
@@ -76,20 +82,21 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
     z, y = synthetic.read(folder.synthetic, inputs.public.shape, inputs.intake.classes)
     yield ImageSet("synthetic data", f"{len(z)} images of this release", z, y)
     labels = torch.tensor(inputs.conditioning.labels)
-    if folder.moments.exists() and recipe.sample.port != "release":
-        moments = MomentModel.load(folder.moments)
+    moments = MomentModel.load(folder.moments) if folder.moments.exists() else None
+    if moments is not None and recipe.sample.port != "release":
         generator = torch.Generator().manual_seed(recipe.run.seed)
         prompts = torch.multinomial(moments.prior, len(z), replacement=True, generator=generator)
         draws = space.decode(moments.sample(prompts, generator).reshape(-1, *space.shape))
         note = "Gaussian draws of the release, no network"
         yield ImageSet("released moments alone", note, _on_grid(draws), labels[prompts])
-    if inputs.thorough:
-        net = inputs.load_net(folder.checkpoints / "pretrained.safetensors")
-        model = Generator(net.eval(), inputs.conditioning, None, recipe.sample, space)
+    pretrained = folder.checkpoints / "pretrained.safetensors"
+    if inputs.thorough and pretrained.exists() and len(inputs.public):
+        net = inputs.load_net(pretrained)
+        model = Generator(net.eval(), inputs.conditioning, moments, recipe.sample, space)
         prompts = model.prompts(len(z), inputs.device)
         section = recipe.sample.model_copy(update={"port": "weights"})
         draws = model.draw(prompts, section, recipe.run.seed, tracker("public model"), compile=inputs.compile)
-        note = "the network before it met anything private, under the same captions"
+        note = "the network before it met anything private, under the same captions as often"
         yield ImageSet("public model only", note, _on_grid(draws), labels[prompts.cpu()])
 
 
@@ -138,12 +145,15 @@ def _label_aware(inputs: Inputs, sets: list[ImageSet]) -> list[dict]:
     public, classes = inputs.public.z(), len(inputs.intake.classes)
     found = measures.agreement(fit_of(classes), [(one.z, one.y) for one in sets], 0)
     found.append(measures.real_accuracy(fit_of(classes)))
-    *rates, heldout = measures.domain_rates(fit_of(2), public, [*(one.z for one in sets), public])
-    rates.insert(len(sets), heldout)
-    names = [*(one.name for one in sets), "held-out real records", "public images"]
+    rates: list[float | None] = [None] * (len(sets) + 1)
+    names = [*(one.name for one in sets), "held-out real records"]
+    if len(public):
+        *found_rates, of_public, heldout = measures.domain_rates(fit_of(2), public, [*(one.z for one in sets), public])
+        rates = [*found_rates, heldout, of_public]
+        names.append("public images")
     return [
         {"name": name, "consistency": consistency, "domain_rate": rate}
-        for name, consistency, rate in zip(names, [*found, None], rates, strict=True)
+        for name, consistency, rate in zip(names, [*found, None], rates, strict=False)
     ]
 
 
@@ -156,7 +166,7 @@ def _quality(inputs: Inputs, sets: list[ImageSet], features: inception.Features)
 
     rows, within = [], {}
     public = ImageSet("public images", "the public set itself", inputs.public.z(), torch.zeros(0))
-    for one in [*sets, public]:
+    for one in [*sets, *([public] if len(public.z) >= 2 else ())]:
         chosen = torch.randperm(len(one.z), generator=torch.Generator().manual_seed(0))[:most]
         y = None if one is public else one.y[chosen]
         rows.append({"name": one.name, "note": one.note} | measures.quality(of, of(one.z[chosen]), y, most))

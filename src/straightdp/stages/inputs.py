@@ -18,13 +18,14 @@ from straightdp.data.records import Records
 from straightdp.files import file_hash
 from straightdp.flow.fit import StepGradients, fit, step_generator, trainable
 from straightdp.flow.loss import squared_error
+from straightdp.flow.sampler import Network
 from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning
 from straightdp.moments.text import Featuriser
 from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Pixels, Space
 from straightdp.privacy.intake import Intake
-from straightdp.progress import tracker
+from straightdp.progress import say, tracker
 from straightdp.recipe import Recipe
 from straightdp.team import ALONE, Team
 
@@ -120,20 +121,46 @@ MakeBatch = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 def fit_velocity(inputs: Inputs, net: MMDiT, batch: MakeBatch, name: str, section, identity: str) -> None:
-    """Regress the network on the batches' velocities."""
-    parameters, network = trainable(net), half(net)
+    """Regress the network on the batches' velocities.
 
-    def loss_gradient(x: Tensor, t: Tensor, captions: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(squared_error(network(x, t, captions), target).mean(), parameters)
+    The fast ways to a gradient are compared with the plain one in float32 now and then, and left when they go wrong.
+    """
+    parameters = trainable(net)
 
-    compiled = Compiled(loss_gradient, enabled=inputs.compile)
+    def gradient_of(network: Network):
+        def loss_gradient(x: Tensor, t: Tensor, captions: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(squared_error(network(x, t, captions), target).mean(), parameters)
+
+        return loss_gradient
+
+    plain = gradient_of(net)
+    ways = {"compiled": Compiled(gradient_of(half(net)), enabled=True)} if inputs.compile else {}
+    ways |= {"bfloat16": gradient_of(half(net))} if inputs.device.type == "cuda" else {}
+    ways |= {"float32": plain}
+    checked = {0, 10, 100, *range(0, section.steps, max(50, section.steps // 20))}
 
     def gradients(step: int) -> None:
-        generator = step_generator(inputs.recipe.run.seed, name, step, inputs.device)
-        for parameter, gradient in zip(parameters, compiled(*batch(generator)), strict=True):
+        given = batch(step_generator(inputs.recipe.run.seed, name, step, inputs.device))
+        if step in checked and len(ways) > 1:
+            reference = [g.clone() for g in plain(*given)]
+            while len(ways) > 1 and (found := _cosine(next(iter(ways.values()))(*given), reference)) < 0.9:
+                say(
+                    f"{name}: the {next(iter(ways))} step's gradient is wrong (cosine {found:.3f}); going on without it"
+                )
+                del ways[next(iter(ways))]
+        for parameter, gradient in zip(parameters, next(iter(ways.values()))(*given), strict=True):
             parameter.grad = gradient
 
     follow_gradients(inputs, net, gradients, name, section, section.ema, identity)
+
+
+def _cosine(one: tuple[Tensor, ...], two: list[Tensor]) -> float:
+    """Of two gradients; 1 where both are zero, 0 where one is not finite."""
+    a, b = (torch.cat([g.detach().double().flatten() for g in of]) for of in (one, two))
+    lengths = a.norm() * b.norm()
+    if not torch.isfinite(lengths):
+        return 0.0
+    return float(a @ b / lengths) if lengths > 0 else float(a.norm() == b.norm())
 
 
 def follow_gradients(

@@ -13,7 +13,7 @@ from straightdp.data import synthetic
 from straightdp.data.records import Records
 from straightdp.data.sources import load
 from straightdp.errors import BadInput
-from straightdp.generator import Generator
+from straightdp.generator import open_generator
 from straightdp.metrics import inception
 from straightdp.metrics.frechet import frechet, moments, reference
 from straightdp.metrics.probe import PROBES, fit_probe
@@ -36,7 +36,7 @@ def evaluate_release(release: Path, against: str | None, section: Evaluate) -> s
     """
     device = pick_device("auto")
     cache.check()
-    generator = Generator.load(release, device)
+    generator = open_generator(release, device)
     classes, image = generator.conditioning.classes, generator.image
     if not (release / "synthetic").is_dir():
         raise BadInput(f"{release} is not a release: synthetic is missing")
@@ -77,6 +77,8 @@ def _beside(
             lines.append(f"accuracy on {name} of a {probe} trained on the release: {found:.3f}")
     else:
         lines.append(f"accuracy on {name}: not measured, its classes are not those of the release")
+    if min(len(z), len(real)) < 2:
+        return [*lines, f"Fréchet distance to {name}: not measured (it needs at least two images on either side)"]
     features = inception.find(device) if thorough else None
     if features is None:
         why = "no Inception weights were found" if thorough else "--set evaluate.thorough=on measures it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from straightdp.data import synthetic
-from straightdp.generator import Generator
+from straightdp.generator import open_generator
 from straightdp.progress import tracker
 from straightdp.stages.inputs import Inputs
 from straightdp.stages.public import settled_sample
@@ -11,7 +11,7 @@ from straightdp.stages.public import settled_sample
 
 def run(inputs: Inputs) -> None:
     """Write `release/synthetic`."""
-    generator = Generator.load(inputs.folder.release, inputs.device)
+    generator = open_generator(inputs.folder.release, inputs.device)
     section = settled_sample(inputs)
     y = generator.prompts(section.n, inputs.device)
     z = generator.draw(y, section, inputs.recipe.run.seed, tracker("sample"), compile=inputs.compile)

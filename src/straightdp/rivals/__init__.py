@@ -1,0 +1,1 @@
+"""Other methods under the same protocol: what the paper compares StraightDP with."""
