@@ -248,6 +248,17 @@ OTHER: dict[str, dict[str, Any]] = {
         "thorough": "on",
         "images": 10,
     },
+    "audit": {
+        "canaries": 10,
+        "kind": "stripes",
+        "guesses": 0.2,
+        "references": 7,
+        "draws": 3,
+        "records": 9,
+        "samples": 0,
+        "shadows": 0,
+        "leak": 0.1,
+    },
     "rival": {
         "features": 8,
         "order": 2,
@@ -280,7 +291,11 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
     changed = parse({section: {key: OTHER[section][key]}})
     assert changed != Recipe()
     assert through_toml(changed, scratch) == changed
-    ignored = section in ("sample", "evaluate", "rival") or dotted in ("run.title", "run.compile", "dpsgd.micro_batch")
+    ignored = section in ("sample", "evaluate", "audit", "rival") or dotted in (
+        "run.title",
+        "run.compile",
+        "dpsgd.micro_batch",
+    )
     assert (changed.digest() == Recipe().digest()) == ignored
     if section == "rival":  # decides the model of a rival alone
         rival = {"run": {"method": "dp-merf"}}

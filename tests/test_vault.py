@@ -383,6 +383,7 @@ CALLERS = {
     "quality": {"stages/evaluate.py"},
     "quality_of_training": {"stages/evaluate.py"},
     "real_accuracy": {"stages/evaluate.py"},
+    "scores": {"audits/attack.py"},
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 from straightdp.errors import BadInput
@@ -24,6 +25,19 @@ def check() -> None:
             usable = False
         if not usable:
             raise BadInput(f"STRAIGHTDP_CACHE names {root}, which is no folder to write to; name another, or unset it")
+
+
+@contextmanager
+def within(root: Path):
+    """A cache at `root` for a while, unless there is one already."""
+    ours = not os.environ.get("STRAIGHTDP_CACHE")
+    if ours:
+        os.environ["STRAIGHTDP_CACHE"] = str(root)
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ["STRAIGHTDP_CACHE"]
 
 
 def folder(name: str) -> Path | None:

@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.set_defaults(command=_plan)
 
     replay = commands.add_parser("replay", help="recompute epsilon from a transcript, or name its first wrong line")
-    replay.add_argument("path", type=Path, help="a release folder, a run's folder, or a transcript.jsonl")
+    replay.add_argument("path", type=Path, help="a release, a run, a transcript.jsonl, or a folder of runs")
     replay.set_defaults(command=_replay)
 
     sample = commands.add_parser("sample", help="draw more images from a release")
@@ -75,6 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--against", metavar="SET", help="of a release: a data set that you may see, to compare with")
     evaluate.add_argument("--set", dest="settings", action="append", default=[], metavar="evaluate.KEY=VALUE")
     evaluate.set_defaults(command=_evaluate)
+
+    audit = commands.add_parser("audit", help="plant canaries, train, attack, and catch a run that leaks (internal)")
+    _add_recipe(audit)
+    audit.add_argument("--out", type=Path, required=True, help="the audit's folder; going on with one is allowed")
+    audit.add_argument("--report", type=Path, metavar="RUN", help="a finished run of the recipe whose page shows it")
+    audit.set_defaults(command=_audit)
 
     report = commands.add_parser("report", help="write a run's pages and cards again")
     report.add_argument("run", type=Path, help="the run's folder")
@@ -185,9 +191,38 @@ def _plan(options: argparse.Namespace) -> None:
 def _replay(options: argparse.Namespace) -> int:
     from straightdp.audits.replay import replay
 
+    if _holds_runs(options.path):
+        from straightdp.audits.folder import replay_all, table
+
+        found = replay_all(options.path)
+        print(table(options.path, found))
+        return 0 if all(verdict.holds and verdict.releasable for _, verdict in found) else WRONG
     verdict = replay(options.path)
     print(verdict.text)
     return 0 if verdict.holds and verdict.releasable else WRONG
+
+
+def _holds_runs(path: Path) -> bool:
+    """Whether a folder is neither a run's nor a release, but has such below it."""
+    own = (path / "transcript.jsonl", path / "release" / "transcript.jsonl", path / "recipe.toml")
+    return path.is_dir() and not any(file.exists() for file in own) and any(path.rglob("transcript.jsonl"))
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from straightdp.audits import attack
+
+    recipe = _load_recipe(options)
+    if options.report is not None:
+        attack.check_report(recipe, options.report)
+    found = attack.audit(recipe, options.out)
+    print(attack.table(found))
+    if options.report is not None:
+        attack.add_to_report(found, options.report)
+    print(f"Kept in {options.out / 'audit.json'}; the whole folder is internal.")
+    honest, control = found[attack.HONEST], found[attack.CONTROL]
+    if not control.suspicions:
+        print("The control, which leaks, was not caught: this audit proves nothing. Plant more canaries.")
+    return WRONG if honest.suspicions or not control.suspicions else 0
 
 
 def _sample(options: argparse.Namespace) -> None:

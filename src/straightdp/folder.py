@@ -17,10 +17,10 @@ from straightdp.recipe import Recipe, load
 class RunFolder:
     """`release/` may be published, all of it; `private/` never. Nothing is created before `create`."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, release: str = "release"):
         self.root = root
         self.recipe = root / "recipe.toml"
-        self.release = root / "release"
+        self.release = root / release
         self.private = root / "private"
         self.ledger = self.private / "transcript.jsonl"  # the authoritative one; release/ gets the same lines
         self.transcript = self.release / "transcript.jsonl"
@@ -39,6 +39,8 @@ class RunFolder:
         self.diagnostics = self.private / "diagnostics.jsonl"
         self.evaluation = self.private / "evaluation.json"
         self.neighbours = self.private / "neighbours.safetensors"
+        self.audit = self.private / "audit.json"
+        self.coins = self.private / "coins"  # of an audit: which canaries are in
         self.fingerprint = self.private / "fingerprint"
         self.stamps = self.private / "stages.json"
 
@@ -65,7 +67,7 @@ class RunFolder:
 
     def _holds_something_else(self) -> bool:
         """Beside what a run that was killed in its first moments leaves behind."""
-        ours = {self.private / "lock", self.recipe.with_name(self.recipe.name + ".partial")}
+        ours = {self.private / "lock", self.coins, self.recipe.with_name(self.recipe.name + ".partial")}
         return any(path.is_file() and path not in ours for path in self.root.rglob("*"))
 
     def create(self, recipe: Recipe, fingerprint: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,8 @@ from straightdp.nets.autoencoder import code_shape
 from straightdp.nets.captions import Tokenizer
 from straightdp.privacy.intake import Intake
 from straightdp.privacy.ledger import Ledger
-from straightdp.privacy.noise import Noise, open_noise
+from straightdp.privacy.noise import AuditNoise, Noise, open_noise
+from straightdp.privacy.planted import Planted
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import Certificate, certify, certify_one
 from straightdp.progress import say
@@ -192,6 +194,19 @@ def _use(inputs: Inputs) -> None:
     say(f"report: {folder.root / 'report.html'}")
 
 
+def spend_on_audit(recipe: Recipe, out: Path, planted: Planted, leak: float) -> Inputs:
+    """A training run of an audit: with canaries among the records, and without a release/. Goes on where it was."""
+    folder, device = RunFolder(out, release="audited"), pick_device(recipe.run.device)
+    cache.check()
+    certificate = _certificate(recipe)
+    inputs = gather(recipe, folder, device, planted=planted, leak=leak)
+    with folder.lock():
+        folder.check(recipe, resume=True)
+        folder.create(recipe, inputs.intake.fingerprint())
+        _spend(inputs, certificate)
+    return inputs
+
+
 def evaluate_again(out: Path, settings: tuple[str, ...] = ()) -> RunFolder:
     """Judge a finished run again, with other settings of `evaluate` perhaps, and write its pages again."""
     check_evaluate_settings(settings)
@@ -229,8 +244,16 @@ def _again(out: Path, settings: tuple[str, ...], work: Callable[[Inputs], None])
     return folder
 
 
-def gather(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team = ALONE) -> Inputs:
-    """Read and check both data sets. Private records go straight into the intake."""
+def gather(
+    recipe: Recipe,
+    folder: RunFolder,
+    device: torch.device,
+    team: Team = ALONE,
+    *,
+    planted: Planted | None = None,
+    leak: float | None = None,
+) -> Inputs:
+    """Read and check both data sets. Private records go straight into the intake, canaries of an audit among them."""
     alone = recipe.run.method == "from-scratch"
     for section in ("private",) if alone else ("private", "public"):
         if not getattr(recipe, section).data:
@@ -245,7 +268,7 @@ def gather(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team =
         raise BadInput(f"{where} do not divide into patches of {recipe.net.patch}; set net.patch")
     if release_parts(recipe) and recipe.release.project:
         check_features(recipe.release.features, len(public), int(np.prod(shape)))
-    intake = Intake(recipe, side)
+    intake = Intake(recipe, side, planted)
     intake.refuse_overlap(public)
     for name in intake.classes:
         if name != name.strip() or not name:
@@ -266,7 +289,7 @@ def gather(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team =
     features_of = None
     if recipe.release.condition != "class" and release_parts(recipe):
         features_of = featuriser(recipe.release.condition, intake.prompts, tokenizer, recipe.net.caption_width)
-    return Inputs(recipe, folder, device, public, public_ids, conditioning, intake, features_of, team)
+    return Inputs(recipe, folder, device, public, public_ids, conditioning, intake, features_of, team, leak)
 
 
 def _nothing(image: Image) -> Records:
@@ -312,7 +335,8 @@ def _vault(inputs: Inputs, ledger: Ledger, noise: Noise) -> Vault:
 def _noise(inputs: Inputs, *, spent: bool) -> Noise:
     context = f"{inputs.recipe.digest()}|{inputs.intake.fingerprint()}"
     pinned = inputs.recipe.privacy.pinned_key
-    return open_noise(inputs.folder.private, pinned, context=context, spent=spent)
+    make = Noise if inputs.leak is None else partial(AuditNoise, leak=inputs.leak)
+    return open_noise(inputs.folder.private, pinned, context=context, spent=spent, make=make)
 
 
 def _assumptions(inputs: Inputs) -> list[dict[str, str]]:

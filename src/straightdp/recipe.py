@@ -256,6 +256,22 @@ class Rival(Section):
     threshold: Annotated[float, Field(ge=0)] = Field(default=1.5, description="votes below this times sigma count as 0")
 
 
+class Audit(Section):
+    """Of `straightdp audit`: what is planted, and how it is attacked. Declared before anything is scored."""
+
+    canaries: Annotated[int, Field(ge=10)] = Field(default=200, description="m: each in or out by a coin of its own")
+    kind: Literal["noise", "stripes", "checker"] = "noise"
+    guesses: Annotated[float, Field(gt=0, le=1)] = Field(default=0.5, description="the share of canaries guessed on")
+    references: Count = Field(default=500, description="pictures drawn like canaries but never trained on")
+    draws: Count = Field(default=32, description="(t, xi) at which every record's velocity residual is taken")
+    records: Count = Field(default=5_000, description="at most so many members and others are scored")
+    samples: Steps = Field(default=1_000, description="drawn, to see whether a canary is generated")
+    shadows: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=2, description="networks trained alike on parts of the held-out records, for LiRA; 0 or at least 2"
+    )
+    leak: Share = Field(default=0.0, description="the control's noise, as a part of what was declared")
+
+
 class Run(Section):
     method: Literal["straightdp", "from-scratch", "dp-merf", "dp-hp", "dp-ntk", "private-evolution"] = Field(
         default="straightdp", description="ours, DP-SGD without public data, or a rival of [rival]"
@@ -285,6 +301,7 @@ class Recipe(Section):
     sample: Sample = Sample()
     evaluate: Evaluate = Evaluate()
     rival: Rival = Rival()
+    audit: Audit = Audit()
 
     @model_validator(mode="after")
     def _spends_something(self) -> Recipe:
@@ -327,7 +344,7 @@ class Recipe(Section):
 
     def digest(self) -> str:
         """Hash of all that decides the trained model; sampling, evaluation and what is only speed may change later."""
-        tree = self.model_dump(mode="json", exclude={"sample", "evaluate"})
+        tree = self.model_dump(mode="json", exclude={"sample", "evaluate", "audit"})
         tree["private"]["slots"] = list(self.private.slots.items())  # their order is the captions' order
         if self.run.method not in RIVALS:
             tree.pop("rival")

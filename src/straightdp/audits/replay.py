@@ -25,6 +25,11 @@ ORDER = tuple(KINDS)
 TOLERANCE = 1e-6
 HASHED = ("moments.safetensors", "embedding.safetensors", "model.safetensors", "model.json")
 UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "model_card.md", "croissant.json", "report.html")
+NOT_RELEASABLE = {
+    "pinned": "the noise key was pinned, so whoever knows it can remove the noise",
+    "audit": "canaries were planted: this is an audit, not a release",
+    "leaky": "the noise is not what was declared: this is an audit's control",
+}
 ASSUMED = {"N", "class list", "image range", "public data"}
 
 
@@ -191,7 +196,7 @@ def _files(entry: Totals, folder: Path) -> None:
 def _why_not(header: Header, totals: Totals, folder: Path):
     """Reasons not to publish a folder whose transcript holds."""
     if header.noise != "os":
-        yield "line 1 says the noise key was pinned, so whoever knows it can remove the noise."
+        yield f"line 1 says {NOT_RELEASABLE[header.noise]}."
     if header.delta >= 1 / header.n:
         yield f"line 1 has delta = {header.delta:g}, not below 1/N = {1 / header.n:.2g}."
     beside = {path.name for path in folder.iterdir()}

@@ -53,7 +53,7 @@ class Header(Line):
     adjacency: Literal["add_or_remove_one"]
     n: Annotated[int, Field(ge=1)]
     mode: Literal["tight", "paper"]
-    noise: Literal["os", "pinned"]
+    noise: Literal["os", "pinned", "audit", "leaky"]
     accountant: Accountant
     recipe: str
 

@@ -18,7 +18,8 @@ from straightdp.nets.spaces import Space
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.measures import Measures
 from straightdp.privacy.noise import Noise
-from straightdp.privacy.reader import read_private
+from straightdp.privacy.planted import Planted
+from straightdp.privacy.reader import PrivateSets, read_private
 from straightdp.privacy.vault import Captions, Vault
 from straightdp.recipe import OWN_TEXT, Recipe
 from straightdp.team import ALONE, Team
@@ -27,11 +28,14 @@ from straightdp.team import ALONE, Team
 class Intake:
     """Private sets that were read and found sound. What it tells the outside (N, the classes) is assumed public."""
 
-    def __init__(self, recipe: Recipe, size: int):
+    def __init__(self, recipe: Recipe, size: int, planted: Planted | None = None):
         sets = read_private(recipe, size)
+        declared, own = recipe.privacy.n, len(sets.train)
+        if planted is not None:
+            declared = planted.declared_n(declared or len(sets.train)) if planted.shadow is None else None
+            sets = PrivateSets(*planted.among(sets.train, sets.holdout))
         self.__train, self.__holdout = sets.train, sets.holdout
         self.classes: tuple[str, ...] = sets.train.classes
-        declared = recipe.privacy.n
         if declared is not None and declared < len(sets.train):
             raise BadInput(
                 f"{len(sets.train)} private records were found but N = {declared} is declared; raise privacy.n"
@@ -53,7 +57,7 @@ class Intake:
         if self.own_texts and self.__texts is None:
             raise BadInput("private.caption is {text} but the records have none; add a text column to metadata.csv")
         self.__prompt = sets.train.labels if self.own_texts else _parsed(self.prompts, sets.train)
-        self.measures = Measures(sets.train, sets.holdout, self.prompts, self.__prompt)
+        self.measures = Measures(sets.train, sets.holdout, self.prompts, self.__prompt, own=own)
         self.n_source = (
             "counted in the private set and treated as public" if declared is None else "declared in the recipe"
         )

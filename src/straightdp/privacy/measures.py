@@ -19,6 +19,9 @@ from straightdp.metrics.precision_recall import precision_recall
 
 Predict = Callable[[Tensor], Tensor]
 Fit = Callable[[Tensor, Tensor], Predict]
+Score = Callable[[Tensor, Tensor], np.ndarray]
+"""Images in [-1, 1] and their classes to one score a record: higher for what looks trained on."""
+
 FeatureMap = Callable[[Tensor], Tensor]
 
 K = 3  # of precision and recall: a ball reaches its K-th neighbour
@@ -40,8 +43,11 @@ class Closeness:
 class Measures:
     """The private records behind measures of them. There are no held-out ones if `holdout` is None."""
 
-    def __init__(self, train: Records, holdout: Records | None, prompts: Template, prompt: np.ndarray):
-        self.__train, self.__holdout = train, holdout
+    def __init__(
+        self, train: Records, holdout: Records | None, prompts: Template, prompt: np.ndarray, own: int | None = None
+    ):
+        """`own`: how many training records are no canaries; these come first."""
+        self.__train, self.__holdout, self.__own = train, holdout, own
         self.__slots = prompts.combinations()[prompt].astype(np.int64)  # a row a training record: class, then slots
         self.__kept: tuple[FeatureMap, int, Tensor] | None = None
 
@@ -79,6 +85,16 @@ class Measures:
         predict = fit(torch.cat([real, other]), torch.arange(2).repeat_interleave(n))
         every = [*sets, self.__held_out().z()]
         return [_agreement(predict, z, torch.zeros(len(z), dtype=torch.int64)) for z in every]
+
+    def scores(self, score: Score, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """An attack's scores of at most `most` training records, canaries left out, and of as many held-out ones."""
+        train, holdout = self.__train, self.__held_out()
+
+        def of(records: Records, n: int) -> np.ndarray:
+            rows = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:most].numpy()
+            return score(to_z(records.x[rows]), torch.from_numpy(records.labels[rows]))
+
+        return of(train, min(len(train), self.__own or len(train))), of(holdout, len(holdout))
 
     def quality(self, features: FeatureMap, found: Tensor, y: Tensor | None, most: int) -> dict:
         """Distance, precision, recall and distance within each class of features `found` to held-out records.

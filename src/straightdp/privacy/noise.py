@@ -13,6 +13,7 @@ import hashlib
 import io
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +61,10 @@ class Noise:
                 return stored["draw"]
         if drawn_before:
             raise BadInput(f"{path} is lost, and drawing it anew would spend twice; start again with another --out")
-        draw = self._pinned_integers(name, scale, size) if self.pinned else _opendp_integers(scale, size)
+        draw = self._integers(name, scale, size)
         path.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
-        np.savez(buffer, draw=draw, tag=np.array(tag))
+        np.savez(buffer, draw=draw, tag=np.array(tag), scale=np.array(scale))
         write_durably(path, buffer.getvalue())
         return draw
 
@@ -79,6 +80,9 @@ class Noise:
             raise BudgetRefused(f"{path} is lost, so it is not known what the noise of {name} was used for")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, tag.encode(), mode=0o600)
+
+    def _integers(self, name: str, scale: float, size: int) -> np.ndarray:
+        return self._pinned_integers(name, scale, size) if self.pinned else _opendp_integers(scale, size)
 
     def _pinned_integers(self, name: str, scale: float, size: int) -> np.ndarray:
         return np.rint(self._philox(name, 0, 0).standard_normal(size) * scale).astype(np.int64)
@@ -154,20 +158,41 @@ class PlacedDraws:
         return torch.cat(parts).reshape(-1, *shape[1:])[self._rows]
 
 
-def open_noise(private: Path, pinned_key: str | None, *, context: str, spent: bool) -> Noise:
+class AuditNoise(Noise):
+    """Noise of a run that is an audit, and says so in its transcript. A control's noise is `leak` times what was
+    declared: such a run must be caught."""
+
+    def __init__(self, key: bytes, *, pinned: bool, folder: Path, context: str = "", leak: float = 1.0):
+        super().__init__(key, pinned=pinned, folder=folder, context=f"{context}|audit|{leak!r}")
+        self.leak = leak
+
+    @property
+    def label(self) -> str:
+        return "audit" if self.leak == 1 else "leaky"
+
+    def _integers(self, name: str, scale: float, size: int) -> np.ndarray:
+        return np.rint(super()._integers(name, scale, size) * self.leak).astype(np.int64)
+
+    def normal(self, stream: str, step: int, size: int, device: torch.device) -> torch.Tensor:
+        return super().normal(stream, step, size, device) * self.leak
+
+
+def open_noise(
+    private: Path, pinned_key: str | None, *, context: str, spent: bool, make: Callable[..., Noise] = Noise
+) -> Noise:
     """The run's noise: the pinned key of a test or experiment, else `private/noise.key`, made once from the OS.
 
     `spent` says that mechanisms have run already: then a key that is gone is not replaced, but refused.
     """
     folder = private / "noise"
     if pinned_key is not None:
-        return Noise(bytes.fromhex(pinned_key), pinned=True, folder=folder, context=context)
+        return make(bytes.fromhex(pinned_key), pinned=True, folder=folder, context=context)
     path = private / "noise.key"
     if not path.exists():
         if spent:
             raise BadInput(f"{path} is lost, and another key would spend twice; start again with another --out")
         write_durably(path, os.urandom(32), mode=0o600)
-    return Noise(path.read_bytes(), pinned=False, folder=folder, context=context)
+    return make(path.read_bytes(), pinned=False, folder=folder, context=context)
 
 
 def _opendp_integers(scale: float, size: int) -> np.ndarray:

@@ -85,7 +85,7 @@ class Vault:
         self.__diagnostics = diagnostics
         self.__team = team
         self.__resident: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.__norms: list[tuple[str, int, list[torch.Tensor], float]] = []
+        self.__norms: list[tuple[str, int, list[torch.Tensor], float, torch.Tensor, int]] = []
         self.n = n
         self.classes = len(records.classes)
 
@@ -181,11 +181,13 @@ class Vault:
             norms.append(result.norms[: len(chosen)].float().clone())
             total = result.total.clone() if total is None else total.add_(result.total)
         assert total is not None
-        self.__keep_diagnostics(id, step, norms, clip, due=diagnostics_due)
         total = self.__team.summed(total)
+        noise = torch.zeros(0)
         if self.__team.leads:
-            total += self.__noise.normal(f"{id}/noise", step, len(total), total.device) * (part.sigma * clip)
+            noise = self.__noise.normal(f"{id}/noise", step, len(total), total.device) * (part.sigma * clip)
+            total += noise
             total /= part.q * self.n
+        self.__keep_diagnostics(id, step, norms, clip, noise, due=diagnostics_due)
         return self.__team.from_leader(total)
 
     def __micro_batch(
@@ -226,16 +228,20 @@ class Vault:
             raise BudgetRefused(f"mechanism {id!r} ({kind}) was not declared before the first private read")
         return part
 
-    def __keep_diagnostics(self, id: str, step: int, norms: list[torch.Tensor], clip: float, *, due: bool) -> None:
-        """Per-record norms wait on the device and are written down together, when due."""
-        self.__norms.append((id, step, norms, clip))
+    def __keep_diagnostics(
+        self, id: str, step: int, norms: list[torch.Tensor], clip: float, noise: torch.Tensor, *, due: bool
+    ) -> None:
+        """Per-record norms, and how large the noise was, wait on the device and are written down together, when due."""
+        size = noise.square().mean().sqrt()
+        self.__norms.append((id, step, norms, clip, size, len(noise)))
         if not due:
             return
-        shares = self.__team.gathered([torch.cat(values).cpu() for _, _, values, _ in self.__norms])
+        shares = self.__team.gathered([torch.cat(values).cpu() for _, _, values, *_ in self.__norms])
         if self.__team.leads:
             with open(self.__diagnostics, "a", encoding="utf-8") as file:
-                for (name, k, _, c), *values in zip(self.__norms, *shares, strict=True):
-                    file.write(json.dumps({"id": name, **_summary(k, torch.cat(values), c)}) + "\n")
+                for (name, k, _, c, size, n), *values in zip(self.__norms, *shares, strict=True):
+                    row = {"id": name, **_summary(k, torch.cat(values), c), "noise": float(size), "size": n}
+                    file.write(json.dumps(row) + "\n")
         self.__norms = []
 
 

@@ -20,6 +20,7 @@ from straightdp.report.croissant import croissant
 from straightdp.report.facts import (
     GRADIENT_KEYS,
     AssumptionFact,
+    AuditFact,
     ClassDistance,
     ClassPictures,
     LabelAware,
@@ -132,6 +133,7 @@ def private_facts(folder: RunFolder) -> PrivateFacts:
         label_aware=tuple(LabelAware(**one) for one in body.get("label_aware", ())),
         class_distances=tuple(ClassDistance(**one) for one in body.get("class_distances", ())),
         neighbours=_neighbours(folder),
+        audit=tuple(AuditFact(**one) for one in json.loads(folder.audit.read_text())) if folder.audit.exists() else (),
     )
 
 

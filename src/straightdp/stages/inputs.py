@@ -43,6 +43,7 @@ class Inputs:
     intake: Intake
     featuriser: Featuriser | None = None  # what captions are to cross moments, if the release takes any
     team: Team = ALONE
+    leak: float | None = None  # of an audit: its noise, as a part of what is declared; None is no audit
     space: Space = field(init=False)
     _public_z: Tensor | None = field(default=None, init=False, repr=False)
 

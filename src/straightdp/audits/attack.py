@@ -1,0 +1,217 @@
+"""An audit of a recipe: train with canaries planted, attack what came out, and do the same to a run that leaks.
+
+Everything found is computed from private records without noise: it is internal, and so is the whole folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from straightdp import cache, pipeline
+from straightdp.audits import canaries, membership, one_run
+from straightdp.audits.membership import Attack
+from straightdp.audits.noise_check import noise_ratios
+from straightdp.audits.one_run import OneRun
+from straightdp.audits.replay import Verdict, replay
+from straightdp.compiled import half
+from straightdp.data.records import to_z
+from straightdp.data.sources import load
+from straightdp.errors import BadInput
+from straightdp.files import write_durably
+from straightdp.folder import RunFolder
+from straightdp.generator import Generator
+from straightdp.nets.mmdit import MMDiT
+from straightdp.privacy.planted import Planted, coins
+from straightdp.progress import say, tracker
+from straightdp.recipe import OWN_TEXT, RIVALS, Recipe
+from straightdp.recipe import load as load_recipe
+from straightdp.stages.inputs import Inputs
+
+CONFIDENCE = 0.95
+HONEST, CONTROL = "honest", "leaky"
+
+Scores = Callable[[Tensor, Tensor], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the attacks made of one run. `noise` is each mechanism's noise over what was declared, and how many
+    standard errors it is off."""
+
+    claimed: float
+    one_run: OneRun
+    loss: Attack
+    lira: Attack | None
+    exposure: float
+    chance: float
+    first: int
+    included: int
+    references: int
+    generated: int
+    noise: dict[str, tuple[float, float]]
+    replayed: str
+
+    @property
+    def suspicions(self) -> list[str]:
+        """What speaks against the claim, in words; an honest run has none, but for bad luck."""
+        found = []
+        if self.one_run.bound > self.claimed:
+            found.append(f"the one-run audit refutes ε = {self.claimed:.3g}")
+        attacks = {"loss": self.loss, "LiRA": self.lira}
+        found += [f"{name} tells members from others" for name, a in attacks.items() if a and a.interval[0] > 0.55]
+        if self.first > 3 + 10 * self.included / self.references:
+            found.append("canaries are extracted")
+        if self.generated:
+            found.append("canaries are generated")
+        found += [f"the noise of {id} is not what was declared" for id, (_, off) in self.noise.items() if off > 6]
+        return found
+
+
+def audit(recipe: Recipe, out: Path) -> dict[str, Findings]:
+    """Train, attack, and keep the findings in `out`/audit.json. What was done already is not done again."""
+    section = recipe.audit
+    _check(recipe, out)
+    shape = load(recipe.public.data, size=recipe.image.size, channels=recipe.image.channels).shape
+    pictures = canaries.make(section.canaries + section.references, shape, section.kind, recipe.run.seed)
+    runs = [(HONEST, 1.0, None), *((f"shadow-{k + 1}", 1.0, k) for k in range(section.shadows))]
+    made: dict[str, tuple[Inputs, Planted]] = {}
+    with cache.within(out / "public"):
+        for name, leak, shadow in [*runs, (CONTROL, section.leak, None)]:
+            say(f"--- {name}")
+            made[name] = _trained(recipe, out / name, pictures, leak, shadow)
+    shadows = [made[name][0].folder.release for name, _, shadow in runs if shadow is not None]
+    found = {name: _attacked(*made[name], pictures, shadows) for name in (HONEST, CONTROL)}
+    body = {name: asdict(one) | {"suspicions": one.suspicions} for name, one in found.items()}
+    write_durably(out / "audit.json", json.dumps(body, indent=1).encode(), mode=0o600)
+    return found
+
+
+def _check(recipe: Recipe, out: Path) -> None:
+    if recipe.run.method in RIVALS:
+        raise BadInput(f"run.method = {recipe.run.method!r} trains no velocity field, which is what is attacked")
+    if recipe.run.method == "from-scratch" or not recipe.public.data:
+        raise BadInput("an audit measures canaries against the public network: name a public set")
+    if recipe.private.slots or recipe.private.caption == OWN_TEXT:
+        raise BadInput("canaries have a class and no text: leave private.slots and {text} out of an audit")
+    if recipe.audit.shadows == 1:
+        raise BadInput("one shadow network has no spread: set audit.shadows to 0 or at least 2")
+    if (out / "recipe.toml").exists():
+        raise BadInput(f"{out} is a run's folder; an audit wants another --out")
+
+
+def _trained(recipe: Recipe, out: Path, pictures: np.ndarray, leak: float, shadow: int | None):
+    m = recipe.audit.canaries
+    labels = np.random.default_rng(recipe.run.seed).integers(0, 2**31, m)
+    included = coins(m, RunFolder(out).coins)
+    planted = Planted(pictures[:m], labels, included, recipe.audit.shadows + 1, shadow)
+    return pipeline.spend_on_audit(recipe, out, planted, leak), planted
+
+
+def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: list[Path]) -> Findings:
+    section, m = inputs.recipe.audit, inputs.recipe.audit.canaries
+    generator = Generator.load(inputs.folder.release, inputs.device)
+    probes = membership.probes(section.draws, inputs.space.shape, inputs.recipe.run.seed, inputs.device)
+
+    def scores_of(net: MMDiT) -> Scores:
+        def scores(z: Tensor, y: Tensor) -> np.ndarray:
+            ids = inputs.conditioning.ids(torch.device("cpu"))[y]
+            return membership.residual_scores(half(net.eval()), inputs.space.encode(z), ids, probes)
+
+        return scores
+
+    attacked = scores_of(generator.net)
+    z, y = to_z(pictures), torch.from_numpy(planted.labels % len(inputs.intake.classes))
+    every = torch.cat([y, y[torch.arange(len(z) - m) % m]])  # references under the canaries' classes
+    public = scores_of(inputs.load_net(inputs.folder.checkpoints / "pretrained.safetensors"))
+    gain = attacked(z, every) - public(z, every)  # what private training made of each picture
+    measures, most = inputs.intake.measures, section.records
+    members, others = measures.scores(attacked, most)
+    lira = None
+    if shadows:
+        nets = [Generator.load(release, inputs.device).net for release in shadows]
+        pairs = [measures.scores(scores_of(net), most) for net in nets]
+        sides = [
+            membership.lira_offline(mine, np.stack(theirs))
+            for mine, theirs in zip((members, others), zip(*pairs, strict=True), strict=True)
+        ]
+        lira = membership.roc(*sides)
+    exposures = canaries.exposure(gain[:m][planted.included], gain[m:])
+    samples = generator.draw(
+        generator.prompts(section.samples, inputs.device),
+        inputs.recipe.sample.model_copy(update={"port": "weights"}),
+        inputs.recipe.run.seed,
+        tracker("sample"),
+        compile=inputs.compile,
+    )
+    near = canaries.half_apart(z)
+    verdict: Verdict = replay(inputs.folder.release)
+    return Findings(
+        claimed=verdict.epsilon,
+        one_run=one_run.audit(gain[:m], planted.included, section.guesses, inputs.recipe.privacy.delta, 1 - CONFIDENCE),
+        loss=membership.roc(members, others),
+        lira=lira,
+        exposure=float(exposures.mean()),
+        chance=float(canaries.exposure(gain[:m][~planted.included], gain[m:]).mean()),
+        first=canaries.extracted(exposures, section.references + 1),
+        included=int(planted.included.sum()),
+        references=section.references,
+        generated=canaries.found_in(samples, z[:m], near) if len(samples) else 0,
+        noise=noise_ratios(inputs.folder),
+        replayed=verdict.text,
+    )
+
+
+def check_report(recipe: Recipe, run: Path) -> None:
+    """Refuse a run that is not finished, or not of this recipe."""
+    folder = RunFolder(run)
+    if not (folder.recipe.exists() and folder.evaluation.exists()):
+        raise BadInput(f"{run} is not a finished run's folder; give one that `straightdp run` has made")
+    if load_recipe(folder.recipe).digest() != recipe.digest():
+        raise BadInput(f"{run} was run with another recipe than the one audited; audit {folder.recipe}")
+
+
+def add_to_report(found: dict[str, Findings], run: Path) -> None:
+    """Show the audit beside the claim on a run's internal page."""
+    honest, control = found[HONEST], found[CONTROL]
+    fact = {
+        "claimed": honest.claimed,
+        "lower_bound": honest.one_run.bound,
+        "confidence": CONFIDENCE,
+        "what": f"another training run of the recipe, with {honest.one_run.m} canaries",
+        "positive_control": f"with noise that was not what was declared: {'; '.join(control.suspicions) or 'nothing'}",
+    }
+    write_durably(RunFolder(run).audit, json.dumps([fact], indent=1).encode(), mode=0o600)
+    pipeline.report_again(run)
+
+
+def table(found: dict[str, Findings]) -> str:
+    """The findings side by side."""
+
+    def rate(value: float | None) -> str:
+        return "too few" if value is None else f"{value:.3f}"
+
+    def attack(a: Attack | None) -> str:
+        return "not run" if a is None else f"{a.auc:.3f} ({a.interval[0]:.3f} to {a.interval[1]:.3f})"
+
+    rows: list[tuple[str, Callable[[Findings], str]]] = [
+        ("claimed ε", lambda f: f"{f.claimed:.4g}"),
+        (f"one-run lower bound on ε ({CONFIDENCE:.0%})", lambda f: f"{f.one_run.bound:.3f}"),
+        ("its guesses right", lambda f: f"{f.one_run.v} of {f.one_run.r} ({f.one_run.m} canaries)"),
+        ("membership by loss, AUC", lambda f: attack(f.loss)),
+        ("  true positives at 1 % and 0.1 % false", lambda f: f"{rate(f.loss.tpr_at_1)}, {rate(f.loss.tpr_at_01)}"),
+        ("membership by LiRA, AUC", lambda f: attack(f.lira)),
+        ("canaries' exposure in bits (left out)", lambda f: f"{f.exposure:.2f} ({f.chance:.2f})"),
+        ("canaries that rank first", lambda f: f"{f.first} of {f.included}, {f.included / f.references:.1f} by chance"),
+        ("canaries generated", lambda f: str(f.generated)),
+        ("noise over what was declared", lambda f: ", ".join(f"{r:.3f}" for r, _ in f.noise.values())),
+        ("speaks against the claim", lambda f: "; ".join(f.suspicions) or "nothing"),
+    ]
+    lines = [f"| internal, not for publication | {' | '.join(found)} |", "|---|" + "---|" * len(found)]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(map(cell, found.values()))} |" for name, cell in rows)])
