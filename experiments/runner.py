@@ -73,19 +73,25 @@ def gather(job: Job, run: Path) -> dict:
     from straightdp.stages.public import load_number
 
     private = run / "private"
-    scores = json.loads((private / "evaluation.json").read_text())["scores"]
+    evaluation = json.loads((private / "evaluation.json").read_text())
+    scores = [score for score in evaluation["scores"] if score["probe"] == "LeNet"]
     stamps = json.loads((private / "stages.json").read_text())
     body = {
         "recipe": job.recipe,
         "settings": list(job.settings),
         "commit": os.environ.get("STRAIGHTDP_COMMIT", "unknown"),
-        "device": _device(),
+        "device": device(),
         "accuracy": {s["name"]: s["mean"] for s in scores},
         "epsilon_replayed": replay(run / "release").epsilon,
         "seconds": {name: round(stamp["seconds"], 1) for name, stamp in stamps.items()},
-        "pretrain_loss": load_number(private / "checkpoints/calibration.safetensors", "pretrain_loss"),
-        "plan": json.loads((private / "checkpoints/plan.json").read_text()),
     }
+    body |= {name: evaluation[name] for name in ("quality", "label_aware") if name in evaluation}
+    stronger = {s["name"]: s["mean"] for s in evaluation["scores"] if s["probe"] != "LeNet"}
+    body |= {"accuracy of the residual net": stronger} if stronger else {}
+    if (calibration := private / "checkpoints/calibration.safetensors").exists():
+        body["pretrain_loss"] = load_number(calibration, "pretrain_loss")
+    if (plan := private / "checkpoints/plan.json").exists():
+        body["plan"] = json.loads(plan.read_text())
     if (private / "diagnostics.jsonl").exists():
         rows = [json.loads(line) for line in (private / "diagnostics.jsonl").read_text().splitlines()]
         keys = ("q50", "q90", "clip_fraction")
@@ -96,7 +102,7 @@ def gather(job: Job, run: Path) -> dict:
     return body
 
 
-def _device() -> str:
+def device() -> str:
     import platform
 
     import torch

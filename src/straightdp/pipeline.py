@@ -59,7 +59,7 @@ def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder | None:
 def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *, resume: bool) -> RunFolder:
     folder.check(recipe, resume=resume)
     cache.check()
-    certificate = _certificate(recipe)  # of the uniform plan: refused before private files are opened
+    certificate = certificate_of(recipe)  # of the uniform plan: refused before private files are opened
     inputs = gather(recipe, folder, device, team)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
@@ -69,7 +69,8 @@ def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *
     return folder
 
 
-def _certificate(recipe: Recipe) -> Certificate:
+def certificate_of(recipe: Recipe) -> Certificate:
+    """Of the whole workload, with the uniform plan if there is one."""
     if recipe.run.method in RIVALS:
         return certify_one(recipe.privacy, rivals.mechanism(recipe))
     return certify(recipe, release_parts(recipe))
@@ -194,11 +195,10 @@ def _use(inputs: Inputs) -> None:
     say(f"report: {folder.root / 'report.html'}")
 
 
-def spend_on_audit(recipe: Recipe, out: Path, planted: Planted, leak: float) -> Inputs:
+def spend_on_audit(recipe: Recipe, out: Path, certificate: Certificate, planted: Planted, leak: float) -> Inputs:
     """A training run of an audit: with canaries among the records, and without a release/. Goes on where it was."""
     folder, device = RunFolder(out, release="audited"), pick_device(recipe.run.device)
     cache.check()
-    certificate = _certificate(recipe)
     inputs = gather(recipe, folder, device, planted=planted, leak=leak)
     with folder.lock():
         folder.check(recipe, resume=True)

@@ -29,6 +29,7 @@ from straightdp.folder import RunFolder
 from straightdp.generator import Generator
 from straightdp.nets.mmdit import MMDiT
 from straightdp.privacy.planted import Planted, coins
+from straightdp.privacy.workload import Certificate
 from straightdp.progress import say, tracker
 from straightdp.recipe import OWN_TEXT, RIVALS, Recipe
 from straightdp.recipe import load as load_recipe
@@ -42,8 +43,8 @@ Scores = Callable[[Tensor, Tensor], np.ndarray]
 
 @dataclass(frozen=True)
 class Findings:
-    """What the attacks made of one run. `noise` is each mechanism's noise over what was declared, and how many
-    standard errors it is off."""
+    """What the attacks made of one run. `noise` is each mechanism's noise over what was declared, and how likely
+    it is to be as far off."""
 
     claimed: float
     one_run: OneRun
@@ -70,7 +71,7 @@ class Findings:
             found.append("canaries are extracted")
         if self.generated:
             found.append("canaries are generated")
-        found += [f"the noise of {id} is not what was declared" for id, (_, off) in self.noise.items() if off > 6]
+        found += [f"the noise of {id} is not what was declared" for id, (_, p) in self.noise.items() if p < 1e-6]
         return found
 
 
@@ -82,10 +83,11 @@ def audit(recipe: Recipe, out: Path) -> dict[str, Findings]:
     pictures = canaries.make(section.canaries + section.references, shape, section.kind, recipe.run.seed)
     runs = [(HONEST, 1.0, None), *((f"shadow-{k + 1}", 1.0, k) for k in range(section.shadows))]
     made: dict[str, tuple[Inputs, Planted]] = {}
+    certificate = pipeline.certificate_of(recipe)
     with cache.within(out / "public"):
         for name, leak, shadow in [*runs, (CONTROL, section.leak, None)]:
             say(f"--- {name}")
-            made[name] = _trained(recipe, out / name, pictures, leak, shadow)
+            made[name] = _trained(recipe, certificate, out / name, pictures, leak, shadow)
     shadows = [made[name][0].folder.release for name, _, shadow in runs if shadow is not None]
     found = {name: _attacked(*made[name], pictures, shadows) for name in (HONEST, CONTROL)}
     body = {name: asdict(one) | {"suspicions": one.suspicions} for name, one in found.items()}
@@ -106,12 +108,14 @@ def _check(recipe: Recipe, out: Path) -> None:
         raise BadInput(f"{out} is a run's folder; an audit wants another --out")
 
 
-def _trained(recipe: Recipe, out: Path, pictures: np.ndarray, leak: float, shadow: int | None):
+def _trained(
+    recipe: Recipe, certificate: Certificate, out: Path, pictures: np.ndarray, leak: float, shadow: int | None
+) -> tuple[Inputs, Planted]:
     m = recipe.audit.canaries
     labels = np.random.default_rng(recipe.run.seed).integers(0, 2**31, m)
     included = coins(m, RunFolder(out).coins)
     planted = Planted(pictures[:m], labels, included, recipe.audit.shadows + 1, shadow)
-    return pipeline.spend_on_audit(recipe, out, planted, leak), planted
+    return pipeline.spend_on_audit(recipe, out, certificate, planted, leak), planted
 
 
 def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: list[Path]) -> Findings:

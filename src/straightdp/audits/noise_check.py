@@ -7,13 +7,14 @@ import math
 from collections import defaultdict
 
 import numpy as np
+from scipy.stats import chi2
 
 from straightdp.folder import RunFolder
 from straightdp.privacy.ledger import Ledger
 
 
 def noise_ratios(folder: RunFolder) -> dict[str, tuple[float, float]]:
-    """For each mechanism: the noise's root mean square over the declared one, and how many standard errors that is off.
+    """For each mechanism: the noise's root mean square over the declared one, and how likely one as far off is (chi^2).
 
     Of sums from the draws that were kept; of gradients from what each step wrote down.
     """
@@ -35,4 +36,4 @@ def noise_ratios(folder: RunFolder) -> dict[str, tuple[float, float]]:
 
 def _summary(parts: list[tuple[float, int]]) -> tuple[float, float]:
     total, n = sum(square for square, _ in parts), sum(size for _, size in parts)
-    return math.sqrt(total / n), abs(total / n - 1) / math.sqrt(2 / n)
+    return math.sqrt(total / n), 2 * float(min(chi2.cdf(total, n), chi2.sf(total, n)))

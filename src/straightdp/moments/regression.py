@@ -48,7 +48,7 @@ def regress(moments: Tensor, basis: Basis, text: TextBasis, ridge: float, noise_
     if text.centre is not None:
         penalty[0] = 0.0
     square = project_psd(square)
-    W = torch.linalg.lstsq(square + torch.diag(penalty), cross.T).solution.T * basis.radius
+    W = torch.linalg.lstsq(square + torch.diag(penalty), cross.T, driver="gelsd").solution.T * basis.radius
     between = W @ square @ W.T
     largest = max(float(W.abs().max()), 1e-30) * width
     return Regression(on_grid(W, 52 - DESIGN_BITS - math.ceil(math.log2(largest))), text, between)
