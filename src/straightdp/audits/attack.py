@@ -36,6 +36,7 @@ from straightdp.recipe import load as load_recipe
 from straightdp.stages.inputs import Inputs
 
 CONFIDENCE = 0.95
+TELLS = 0.75  # an AUC surely above this is a leak; one nearer 0.5 may come from sets that differ, or few shadows
 HONEST, CONTROL = "honest", "leaky"
 
 Scores = Callable[[Tensor, Tensor], np.ndarray]
@@ -66,7 +67,7 @@ class Findings:
         if self.one_run.bound > self.claimed:
             found.append(f"the one-run audit refutes ε = {self.claimed:.3g}")
         attacks = {"loss": self.loss, "LiRA": self.lira}
-        found += [f"{name} tells members from others" for name, a in attacks.items() if a and a.interval[0] > 0.55]
+        found += [f"{name} tells members from others" for name, a in attacks.items() if a and a.interval[0] > TELLS]
         if self.first > 3 + 10 * self.included / self.references:
             found.append("canaries are extracted")
         if self.generated:
