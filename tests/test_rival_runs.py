@@ -172,6 +172,8 @@ def test_a_rival_spends_its_one_mechanism_with_the_noise_of_the_closed_form(runs
     together = declared["sigma"] / math.sqrt(count)  # so many votes are one mechanism of less noise
     assert gaussian_delta(BUDGET, together) <= DELTA < gaussian_delta(BUDGET, together * 0.999)
     assert executions(run) == list(range(count))
+    assumed = {entry["name"] for entry in entries(run, "assumption")}
+    assert ("image features" in assumed) == (method == "private-evolution")
 
 
 def test_from_scratch_spends_on_gradients_alone(runs):
@@ -212,6 +214,7 @@ def test_a_release_is_complete_and_holds_no_secret(runs, method):
     assert len(rows) == 1 + 40 == 1 + len(list((release / "synthetic/images").iterdir()))
     if method in EMBEDDINGS:
         assert load_file(release / "embedding.safetensors")["sums"].shape[0] == 10
+        assert "embedding.safetensors" in (release / "report.html").read_text()
     published = b"".join(path.read_bytes() for path in release.rglob("*") if path.is_file())
     key = (runs(method) / "private/noise.key").read_bytes()
     for secret in (key, key.hex().encode(), b"private.npz", (runs(method) / "private/fingerprint").read_bytes()):
@@ -383,6 +386,13 @@ def test_a_stop_within_a_vote_changes_nothing(runs, book, tmp_path):
     assert same_release(runs("private-evolution", PINNED), resumed)
 
 
+def test_an_evolution_is_not_resumed_with_another_prior(book, tmp_path, capsys):
+    """How candidates are drawn is part of the recipe that the budget was declared for."""
+    stopped((mechanisms.VoteSum, "exact", 3), book, tmp_path / "run", "private-evolution", PINNED)
+    again = command(book, tmp_path / "run", *settings("private-evolution", PINNED, "sample.steps=5"))
+    assert "another recipe" in refusal([*again, "--resume"], capsys)
+
+
 # Transcripts that were tampered with
 
 
@@ -490,6 +500,9 @@ REFUSALS = [
     ("dp-merf", ("public.data=",), "public data"),
     ("dp-merf", ("rival.features=1",), "rival.features"),
     ("private-evolution", ("rival.rounds=0",), "rival.rounds"),
+    ("private-evolution", ("rival.times=[0.4, 1.0]",), "rival.times"),
+    ("dp-merf", ("sample.port=guide", "sample.t0=plateau"), "sample.port"),
+    ("from-scratch", ("release.sigma=3",), "release.sigma"),
 ]
 
 
@@ -520,7 +533,27 @@ def test_without_inception_no_vote_is_taken(book, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(inception, "find", lambda device, root=None: None)
     said = refusal(command(book, tmp_path / "out", *settings("private-evolution")), capsys)
     assert "straightdp data get inception" in said
-    assert not [path for path in tmp_path.rglob("transcript.jsonl") if '"execute"' in path.read_text()]
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_method_are_a_damaged_release(runs, tmp_path, capsys):
+    for method, other in (("dp-merf", "private-evolution"), ("private-evolution", "dp-merf")):
+        release = shutil.copytree(runs(method) / "release", tmp_path / method)
+        shutil.copy(runs(other) / "release/model.safetensors", release)
+        said = refusal(["sample", str(release), "--n", "5", "--out", str(tmp_path / "out")], capsys)
+        assert "is damaged" in said
+
+
+def test_a_setting_of_another_method_stops_no_rival(book, tmp_path):
+    assert carry_out(book, tmp_path / "run", "dp-ntk", "release.features=500").exists()
+
+
+@every_method
+def test_a_plan_shows_the_mechanism_that_a_run_declares(runs, book, method, capsys):
+    declared, words = only_mechanism(runs(method)), command(book, Path("none"), *settings(method))
+    assert main(["plan", words[1], *words[4:]]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if re.match(r"(rival|release|dpsgd)/", line))
+    assert row.split()[:3] == [declared["id"], "1", f"{declared['sigma']:.4g}"]
 
 
 # Votes
@@ -722,7 +755,8 @@ def test_no_factors_are_longer_than_the_bound_in_whole_numbers():
     rng, longest = np.random.default_rng(2), 0
     scales = (0.0, 1e-300, 1e-30, 1e-3, 1.0, 1e3, 1e30, 1e150)
     factors = [tuple((rng.normal(size=k) * rng.choice(scales)).tolist() for k in (3, 4, 2)) for _ in range(200)]
-    for k in range(200):
+    factors.append(([1e162, 0.0, 0.0], [2.3e-162, 1.5e-162, 1.5e-162, 1.5e-162], [0.0, 0.0]))  # squares near no number
+    for k in range(201):
         (found,) = units(factor_sum(factors), [k], [0])
         squared = sum(value**2 for value in found)
         assert squared <= 2**60

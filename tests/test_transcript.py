@@ -346,10 +346,14 @@ def test_what_replay_takes_for_known_is_what_the_project_declares():
     from straightdp.audits.schema import KNOWN, known
     from straightdp.moments.release import release_parts
     from straightdp.privacy.workload import GRADIENTS, bucket_id
-    from straightdp.recipe import parse
+    from straightdp.recipe import RIVALS, parse
+    from straightdp.stages.rivals import mechanism
 
     releases = [release_parts(parse({"release": {"condition": kind}})) for kind in ("class", "pooled")]
     parts = {p.id: p.sensitivity for release in releases for p in release}
+    for method in RIVALS:
+        rival = mechanism(parse({"run": {"method": method}}))
+        parts[rival.id] = rival.sensitivity
     assert {id: least for id, (kind, least) in KNOWN.items() if kind == "gaussian"} == pytest.approx(parts)
     assert set(KNOWN) - set(parts) == {GRADIENTS}
     for buckets in (1, 4, 16):

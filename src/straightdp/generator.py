@@ -22,6 +22,7 @@ from straightdp.nets.captions import Tokenizer
 from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Codes, Pixels, Space
 from straightdp.recipe import RIVALS, Latent, Net, Rival, Sample
+from straightdp.rivals import matching
 
 AUTOENCODER = "autoencoder."  # what its weights' names begin with
 
@@ -61,8 +62,13 @@ def open_generator(release: Path, device: torch.device) -> Generator | RivalGene
     try:
         method = json.loads((release / "model.json").read_text(encoding="utf-8")).get("method", "straightdp")
     except (ValueError, AttributeError) as error:
-        raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
+        raise _damaged(release, error) from None
     return RivalGenerator.load(release, device) if method in RIVALS else Generator.load(release, device)
+
+
+def _damaged(release: Path, error: Exception) -> BadInput:
+    why = " ".join(str(error).split())
+    return BadInput(f"{release} is damaged: its model could not be loaded ({why})")
 
 
 @dataclass
@@ -134,7 +140,7 @@ class Generator:
             path = release / "moments.safetensors"
             moments = MomentModel.load(path).to(device) if path.exists() else None
         except Exception as error:
-            raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
+            raise _damaged(release, error) from None
         return cls(net.to(device).eval(), conditioning, moments, sample, space)
 
     def prompts(self, n: int, device: torch.device) -> Tensor:
@@ -215,9 +221,20 @@ class RivalGenerator:
             tokenizer = Tokenizer(tuple(body["words"]), body["length"], body["vocabulary"])
             conditioning = Conditioning(tuple(body["classes"]), tuple(body["captions"]), tokenizer)
             section, sample = Rival.model_validate(body["rival"]), Sample.model_validate(body["sample"])
-            return cls(body["method"], state, section, conditioning, sample, tuple(body["shape"]))
+            found = cls(body["method"], state, section, conditioning, sample, tuple(body["shape"]))
+            found._released()
+            return found
         except Exception as error:
-            raise BadInput(f"{release} is damaged: its model could not be loaded ({error})") from None
+            raise _damaged(release, error) from None
+
+    def _released(self) -> Tensor | matching.Generator:
+        """The population, or the network with its weights."""
+        classes, section = len(self.conditioning.classes), self.section
+        if self.method == "private-evolution":
+            return self.state["population"].reshape(classes, -1, *self.image)
+        net = matching.Generator(self.image, classes, hidden=section.hidden, code=section.code)
+        net.load_state_dict(self.state)
+        return net
 
     def prompts(self, n: int, device: torch.device) -> Tensor:
         """n classes in equal parts, sorted: nothing of their proportions is released."""
@@ -227,18 +244,14 @@ class RivalGenerator:
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
         """Images in [-1, 1] for classes y, (n, C, H, W), on the CPU. An evolved population is gone through in order,
         as often as it takes."""
-        if self.method == "private-evolution":
-            population = self.state["population"].cpu()
+        released = self._released()
+        if isinstance(released, Tensor):
+            population = released.cpu()
             place = torch.zeros(len(y), dtype=torch.int64)
             for c in y.cpu().unique().tolist():
                 place[y.cpu() == c] = torch.arange(int((y == c).sum())) % population.shape[1]
             return to_z(population[y.cpu(), place])
-        from straightdp.rivals import matching
-
-        classes, section_of = len(self.conditioning.classes), self.section
-        net = matching.Generator(self.image, classes, hidden=section_of.hidden, code=section_of.code)
-        net.load_state_dict(self.state)
-        net = net.to(y.device).eval()
+        net = released.to(y.device).eval()
         parts = list(y.split(section.batch))
         found = [
             matching.draw(net, parts[k], step_generator(seed, "sample", k, y.device)).cpu()

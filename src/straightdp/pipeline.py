@@ -61,6 +61,7 @@ def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *
     cache.check()
     certificate = certificate_of(recipe)  # of the uniform plan: refused before private files are opened
     inputs = gather(recipe, folder, device, team)
+    rivals.check(inputs)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
         folder.create(recipe, inputs.intake.fingerprint())
@@ -150,7 +151,6 @@ def _spend_on_rival(inputs: Inputs, certificate: Certificate) -> None:
     """The same story for a method with one mechanism."""
     folder, recipe = inputs.folder, inputs.recipe
     pretrained = folder.checkpoints / "pretrained.safetensors"
-    rivals.check(inputs)
     key = _key(recipe.digest(), public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
 
     def stage(name: str, outputs: list[Path], work) -> None:
@@ -264,7 +264,7 @@ def gather(
     if recipe.latent.d is not None:
         shape = code_shape(recipe.latent.d, side)
     if shape[1] % recipe.net.patch:
-        where = f"images of {side} pixels" if shape is public.shape else f"codes of {shape[1]} x {shape[1]}"
+        where = f"images of {side} pixels" if recipe.latent.d is None else f"codes of {shape[1]} x {shape[1]}"
         raise BadInput(f"{where} do not divide into patches of {recipe.net.patch}; set net.patch")
     if release_parts(recipe) and recipe.release.project:
         check_features(recipe.release.features, len(public), int(np.prod(shape)))
@@ -361,9 +361,12 @@ def _assumptions(inputs: Inputs) -> list[dict[str, str]]:
 
 def _public_models(recipe: Recipe) -> list[tuple[str, str, str]]:
     """Networks that saw other data, taken to hold nothing about private records either."""
-    if recipe.release.condition != "minilm":
-        return []
-    return [("sentence encoder", "all-MiniLM-L6-v2", "published weights, taken to hold nothing about private records")]
+    source, found = "published weights, taken to hold nothing about private records", []
+    if recipe.release.condition == "minilm" and release_parts(recipe):
+        found.append(("sentence encoder", "all-MiniLM-L6-v2", source))
+    if recipe.run.method == "private-evolution":
+        found.append(("image features", "Inception-V3", source))
+    return found
 
 
 def _about_captions(recipe: Recipe) -> tuple[str, str]:

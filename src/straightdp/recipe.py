@@ -17,6 +17,7 @@ from straightdp.errors import BadInput
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Start = Annotated[float, Field(ge=0, lt=1)]
 Steps = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 
@@ -209,7 +210,7 @@ class Sample(Section):
         default="weights",
         description="draw from the model, from the model started at the tilted marginal, or from the release alone",
     )
-    t0: Annotated[float, Field(ge=0, lt=1)] | Literal["plateau"] = Field(
+    t0: Start | Literal["plateau"] = Field(
         default=0.2, description="start time of port = 'guide'; plateau: the latest that costs public quality nothing"
     )
     batch: Count = 500
@@ -252,7 +253,7 @@ class Rival(Section):
     rounds: Annotated[int, Field(ge=1, le=100)] = Field(default=10, description="Private Evolution: votes")
     population: Count = Field(default=1_000, description="candidates a class")
     variations: Steps = Field(default=2, description="variations whose mean features stand for a candidate")
-    times: tuple[Fraction, Fraction] = Field(default=(0.45, 0.85), description="t_v of the first round and the last")
+    times: tuple[Start, Start] = Field(default=(0.45, 0.85), description="t_v of the first round and the last")
     threshold: Annotated[float, Field(ge=0)] = Field(default=1.5, description="votes below this times sigma count as 0")
 
 
@@ -310,6 +311,8 @@ class Recipe(Section):
                 raise ValueError(f"run.method = {self.run.method!r} works on pixels: leave latent.d out")
             if self.private.slots:
                 raise ValueError(f"run.method = {self.run.method!r} knows classes alone: leave private.slots out")
+            if self.sample.port != "weights":
+                raise ValueError(f"run.method = {self.run.method!r} releases no moments: leave sample.port out")
             return self
         if self.run.method == "from-scratch":
             self._has_no_public_data()
@@ -329,11 +332,12 @@ class Recipe(Section):
         return self
 
     def _has_no_public_data(self) -> None:
-        wanted = {"release.weight": 0, "pretrain.steps": 0, "dpsgd.clip_quantile": 0}
+        wanted = {"release.weight": 0, "release.sigma": None, "pretrain.steps": 0, "dpsgd.clip_quantile": 0}
         for dotted, value in wanted.items():
             section, key = dotted.split(".")
             if getattr(getattr(self, section), key) != value:
-                raise ValueError(f"run.method = 'from-scratch' sees no public data: set {dotted} = {value}")
+                cure = f"leave {dotted} out" if value is None else f"set {dotted} = {value}"
+                raise ValueError(f"run.method = 'from-scratch' sees no public data: {cure}")
         if self.public.data or self.dpsgd.plan != "uniform" or self.latent.d is not None or self.sample.t0 == "plateau":
             raise ValueError(
                 "run.method = 'from-scratch' sees no public data: leave out public.data, latent.d, dpsgd.plan and a "
@@ -348,6 +352,8 @@ class Recipe(Section):
         tree["private"]["slots"] = list(self.private.slots.items())  # their order is the captions' order
         if self.run.method not in RIVALS:
             tree.pop("rival")
+        if self.run.method == "private-evolution":  # candidates are drawn as images are
+            tree["prior"] = {"steps": self.sample.steps, "batch": self.sample.batch}
         for section, name in (("run", "title"), ("run", "compile"), ("dpsgd", "micro_batch")):
             tree[section].pop(name)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

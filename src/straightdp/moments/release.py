@@ -23,7 +23,7 @@ from straightdp.moments.text import TextBasis
 from straightdp.privacy.mechanisms import Condition
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import ReleasePart
-from straightdp.recipe import Recipe, Release
+from straightdp.recipe import RIVALS, Recipe, Release
 
 MEANS, CROSS, COVARIANCE, TRACE = "release/means", "release/cross", "release/covariance", "release/trace"
 TRACE_PART = 0.01
@@ -32,7 +32,7 @@ TRACE_PART = 0.01
 def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
     """The mechanisms a recipe's release consists of. In paper mode the paper's constants are declared."""
     section, paper = recipe.release, recipe.privacy.mode == "paper"
-    if section.weight == 0 and section.sigma is None:
+    if recipe.run.method in RIVALS or (section.weight == 0 and section.sigma is None):
         return ()
     means, rest = section.means_share, 1 - section.means_share
     if section.condition == "class":

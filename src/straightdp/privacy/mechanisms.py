@@ -172,7 +172,9 @@ class FactorSum:
         """left and right in units of 2^-15 of (bound, 1), whole numbers in float64; rest in grid units."""
         left, right, rest = left.double() / self.bound, right.double(), rest.double() / self.bound
         length = row_sum(right.square()).sqrt()
-        left, right = left * length, right / length.clamp_min(1e-300)
+        tiny = length < 1e-140  # squares so small have lost digits, and so has their root: taken for 0
+        left = torch.where(tiny, torch.zeros_like(left), left * length)
+        right = torch.where(tiny, torch.zeros_like(right), right / length.clamp_min(1e-300))
         joined = torch.cat([left, rest], dim=1)
         clipped = _clipped(torch.where(torch.isfinite(length), joined, torch.nan), 1.0)
         right = torch.where(torch.isfinite(length), right, torch.zeros_like(right)) * (CLIP_MARGIN - self.q * 2.0**-52)

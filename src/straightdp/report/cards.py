@@ -92,12 +92,11 @@ def model_card(public: PublicFacts) -> str:
         "tags:",
         "- differential-privacy",
         "- synthetic",
-        "- flow-matching",
     ]
     title = f"{public.title}: generator"
     what = (
-        f"A flow-matching generator of images in {_classes(public)}, made by StraightDP {_text(public.version)}: "
-        "trained on a public image set and adapted to a private one under differential privacy. It draws under the "
+        f"A generator of images in {_classes(public)}, made by StraightDP {_text(public.version)}: "
+        "fitted to a private image set under differential privacy. It draws under the "
         "captions listed in `model.json` and is not meant for other words."
     )
     files = (

@@ -10,15 +10,20 @@ import torch
 from straightdp.dpsgd import planner
 from straightdp.moments.basis import fit_basis
 from straightdp.moments.release import release_parts
-from straightdp.privacy.workload import UNIFORM, Shape, alone, alternatives, certify
-from straightdp.recipe import Recipe
+from straightdp.privacy.workload import UNIFORM, Shape, alone, alternatives, certify, certify_one
+from straightdp.recipe import RIVALS, Recipe
+from straightdp.stages import rivals
 from straightdp.stages.public import measured_candidates, measured_horizon, tau_of
 
 
 def describe_plan(recipe: Recipe) -> str:
     privacy, dpsgd = recipe.privacy, recipe.dpsgd
-    shape, candidates = _time_buckets(recipe)
-    certificate = certify(recipe, release_parts(recipe), shape)
+    rival = recipe.run.method in RIVALS
+    shape, candidates = (UNIFORM, []) if rival else _time_buckets(recipe)
+    if rival:
+        certificate = certify_one(privacy, rivals.mechanism(recipe))
+    else:
+        certificate = certify(recipe, release_parts(recipe), shape)
     n = "counted at run time" if privacy.n is None else f"{privacy.n:,}"
     lines = [
         f"budget     epsilon = {privacy.epsilon:g}, delta = {privacy.delta:g}, add/remove of one record, N = {n}",
@@ -32,7 +37,7 @@ def describe_plan(recipe: Recipe) -> str:
         cost = alone(part, privacy.delta, privacy.interval)
         lines.append(f"{part.id:<22}{part.sensitivity:>12.4g}{part.sigma:>10.4g}{rate:>8}{part.count:>8}{cost:>11.4f}")
     lines += candidates
-    rows = alternatives(recipe)
+    rows = [] if rival else alternatives(recipe)
     if rows:
         lines += [
             "",
@@ -41,6 +46,8 @@ def describe_plan(recipe: Recipe) -> str:
         ]
         for name, release, gradient, total in rows:
             lines.append(f"{name:<60}{release:>9.4g}{gradient:>9.4g}{total:>9.4f}")
+    if rival:
+        return "\n".join(lines)
     lines += ["", "cost"]
     for stage in ("pretrain", "distill"):
         section = getattr(recipe, stage)
