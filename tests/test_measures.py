@@ -286,7 +286,7 @@ def test_records_are_behind_the_measures_alone():
     found = measures.closeness(train.z(), torch.zeros(20), shown=2, k=2)
     assert {name for name in dir(measures) if not name.startswith("_")} == {
         "accuracy", "agreement", "closeness", "domain_rates", "enough", "holdout_n", "quality", "quality_of_training",
-        "real_accuracy",
+        "real_accuracy", "scores",
     }  # fmt: skip
     assert all(name.startswith("_Measures__") for name in vars(measures))
     assert repr(measures) == object.__repr__(measures)
