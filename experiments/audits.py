@@ -35,10 +35,12 @@ def audited(name: str, recipe: str, settings: tuple[str, ...], work: Path) -> di
     command = [sys.executable, "-m", "straightdp", "audit", recipe, "--out", str(work / name)]
     command += [word for setting in settings for word in ("--set", setting)]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    if not (work / name / "audit.json").exists():
+    if not (work / name / "private/audit.json").exists():
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     print(f"{name}: exit {done.returncode}", flush=True)
-    return {"settings": list(settings), "exit": done.returncode} | json.loads((work / name / "audit.json").read_text())
+    return {"settings": list(settings), "exit": done.returncode} | json.loads(
+        (work / name / "private/audit.json").read_text()
+    )
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def audited(tmp_path_factory) -> Path:
 
 def test_nothing_of_an_audit_can_be_taken_for_a_release(audited):
     assert not list(audited.rglob("release"))
-    assert stat.S_IMODE((audited / "audit.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE((audited / "private/audit.json").stat().st_mode) == 0o600
     words = {"honest": "an audit, not a release", "shadow-1": "an audit", "leaky": "not what was declared"}
     for name, word in words.items():
         verdict = replay(audited / name / "audited")
@@ -53,7 +53,7 @@ def test_nothing_of_an_audit_can_be_taken_for_a_release(audited):
 
 
 def test_the_honest_run_is_clean_and_the_leaky_one_is_caught(audited):
-    found = json.loads((audited / "audit.json").read_text())
+    found = json.loads((audited / "private/audit.json").read_text())
     assert found["honest"]["suspicions"] == []
     assert found["honest"]["one_run"]["bound"] <= found["honest"]["claimed"] <= 3.0
     assert {s for s in found["leaky"]["suspicions"] if s.startswith("the noise of dpsgd/gradients")}
@@ -78,11 +78,11 @@ def test_canaries_are_among_the_records_by_their_coins_and_n_does_not_tell(audit
 
 
 def test_an_audit_goes_on_where_it_was_and_attacks_alike(audited):
-    before = (audited / "audit.json").read_text()
+    before = (audited / "private/audit.json").read_text()
     models = {path: path.stat().st_mtime_ns for path in audited.rglob("model.safetensors")}
     assert command("audit", "demo", "--out", audited, *settings(*TINY, *ATTACKS)) == 0
     assert models == {path: path.stat().st_mtime_ns for path in audited.rglob("model.safetensors")}
-    assert (audited / "audit.json").read_text() == before
+    assert (audited / "private/audit.json").read_text() == before
 
 
 def test_a_runs_internal_page_shows_the_audit_and_the_public_one_does_not(audited, tmp_path, capsys):

@@ -218,7 +218,7 @@ def _audit(options: argparse.Namespace) -> int:
     print(attack.table(found))
     if options.report is not None:
         attack.add_to_report(found, options.report)
-    print(f"Kept in {options.out / 'audit.json'}; the whole folder is internal.")
+    print(f"Kept in {options.out / 'private' / 'audit.json'}; the whole folder is internal.")
     honest, control = found[attack.HONEST], found[attack.CONTROL]
     if not control.suspicions:
         print("The control, which leaks, was not caught: this audit proves nothing. Plant more canaries.")

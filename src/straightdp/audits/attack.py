@@ -77,7 +77,7 @@ class Findings:
 
 
 def audit(recipe: Recipe, out: Path) -> dict[str, Findings]:
-    """Train, attack, and keep the findings in `out`/audit.json. What was done already is not done again."""
+    """Train, attack, and keep the findings in `out`/private. What was done already is not done again."""
     section = recipe.audit
     _check(recipe, out)
     shape = load(recipe.public.data, size=recipe.image.size, channels=recipe.image.channels).shape
@@ -92,7 +92,9 @@ def audit(recipe: Recipe, out: Path) -> dict[str, Findings]:
     shadows = [made[name][0].folder.release for name, _, shadow in runs if shadow is not None]
     found = {name: _attacked(*made[name], pictures, shadows) for name in (HONEST, CONTROL)}
     body = {name: asdict(one) | {"suspicions": one.suspicions} for name, one in found.items()}
-    write_durably(out / "audit.json", json.dumps(body, indent=1).encode(), mode=0o600)
+    kept = RunFolder(out).audit
+    kept.parent.mkdir(mode=0o700, exist_ok=True)
+    write_durably(kept, json.dumps(body, indent=1).encode(), mode=0o600)
     return found
 
 
