@@ -20,14 +20,15 @@ def spectral_bound(weight: Tensor) -> Tensor:
     ||(W W^T)^16||_F^(1/32) is the 64-norm of the singular values; squaring four times takes little for a small matrix.
     """
     weight = weight.detach().float()
-    gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
-    scale = torch.linalg.matrix_norm(gram).clamp_min(1e-30)  # keeps the powers within float32
-    gram = gram / scale
-    log = torch.zeros((), device=weight.device)
-    for k in range(4):
-        gram = gram @ gram
-        size = torch.linalg.matrix_norm(gram).clamp_min(1e-30)
-        gram, log = gram / size, log + size.log() / 2 ** (k + 1)
+    with torch.autocast(weight.device.type, enabled=False):  # a bound holds in float32 alone
+        gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
+        scale = torch.linalg.matrix_norm(gram).clamp_min(1e-30)  # keeps the powers within float32
+        gram = gram / scale
+        log = torch.zeros((), device=weight.device)
+        for k in range(4):
+            gram = gram @ gram
+            size = torch.linalg.matrix_norm(gram).clamp_min(1e-30)
+            gram, log = gram / size, log + size.log() / 2 ** (k + 1)
     return scale.sqrt() * (log / 2).exp() * (1 + 1e-5)
 
 
