@@ -1,6 +1,6 @@
 """The paper's text table: caption featurisations on MNIST and on composed-MNIST, and what the two corrections do.
 
-  python experiments/captions.py --work runs/captions --results experiments/results/captions.json
+  python experiments/captions.py
 
 Each run also shows what the released moments alone give, which tells the release from the training after it.
 """
@@ -8,10 +8,8 @@ Each run also shows what the released moments alone give, which tells the releas
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
-from runner import Job, run_all
+from runner import Job, add_options, measured
 
 PLANNED = ("dpsgd.plan=tha",)
 ROWS = {
@@ -35,10 +33,12 @@ def name(data: str, row: str) -> str:
     return f"{data}_{row.replace(', ', '_').replace(' ', '-')}"
 
 
-def jobs(extra: tuple[str, ...]) -> list[Job]:
-    found = [Job(name("mnist", r), "experiments/mnist_paper.toml", PLANNED + s + extra) for r, s in ROWS.items()]
+def jobs() -> list[Job]:
+    plain, composed = "experiments/mnist_paper.toml", "experiments/composed.toml"
+    off = ("evaluate.thorough=off",)
+    found = [Job("captions", name("mnist", row), plain, PLANNED + s + off) for row, s in ROWS.items()]
     attributes = [row for row, (_, slots) in PAPER.items() if slots]
-    return found + [Job(name("composed", r), "experiments/composed.toml", ROWS[r] + extra) for r in attributes]
+    return found + [Job("captions", name("composed", row), composed, ROWS[row] + off) for row in attributes]
 
 
 def show(results: dict) -> str:
@@ -55,19 +55,8 @@ def show(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/captions"))
-    parser.add_argument("--results", type=Path, default=Path("experiments/results/captions.json"))
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    parser.add_argument("--parallel", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no job after this")
-    parser.add_argument("--print", action="store_true", help="only show what is there")
-    options = parser.parse_args()
-    if options.print:
-        results = json.loads(options.results.read_text())
-    else:
-        todo = jobs(tuple(options.settings))
-        results = run_all(todo, options.work, options.results, parallel=options.parallel, seconds=options.seconds)
-    print(show(results))
+    add_options(parser)
+    print(show(measured(jobs(), parser.parse_args())))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The paper's prior methods in our protocol: Table 1's first block, and epsilon = 10 of its FID table.
 
-  python experiments/rivals.py --work runs/rivals --results experiments/results/rivals.json
+  python experiments/rivals.py
   python experiments/rivals.py --methods dp-merf --epsilons 1 --seeds 0 1 2
 
 `--print` shows the table of what is there, with the paper's figures beside ours.
@@ -9,11 +9,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from statistics import mean
 
-from runner import Job, run_all
+from runner import Job, add_options, measured
 
 RECIPE = "experiments/mnist_paper.toml"
 PAPER = {  # accuracy and FID
@@ -28,9 +26,9 @@ def name(method: str, epsilon: float, seed: int) -> str:
     return f"{method}_eps{epsilon:g}_seed{seed}"
 
 
-def job(method: str, epsilon: float, seed: int, extra: tuple[str, ...]) -> Job:
-    settings = (f"run.method={method}", f"privacy.epsilon={float(epsilon)}", f"run.seed={seed}", *extra)
-    return Job(name(method, epsilon, seed), RECIPE, settings)
+def job(method: str, epsilon: float, seed: int) -> Job:
+    settings = (f"run.method={method}", f"privacy.epsilon={float(epsilon)}", f"run.seed={seed}")
+    return Job("rivals", name(method, epsilon, seed), RECIPE, (*settings, "evaluate.references=false"), light=True)
 
 
 def show(results: dict) -> str:
@@ -54,27 +52,13 @@ def show(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/rivals"))
-    parser.add_argument("--results", type=Path, default=Path("experiments/results/rivals.json"))
+    add_options(parser)
     parser.add_argument("--methods", nargs="+", default=list(PAPER), choices=list(PAPER))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[0.3, 1, 3, 10])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    parser.add_argument("--parallel", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no job after this")
-    parser.add_argument("--print", action="store_true", help="only show what is there")
     options = parser.parse_args()
-    if options.print:
-        results = json.loads(options.results.read_text())
-    else:
-        jobs = [
-            job(method, epsilon, seed, tuple(options.settings))
-            for seed in options.seeds
-            for epsilon in options.epsilons
-            for method in options.methods
-        ]
-        results = run_all(jobs, options.work, options.results, parallel=options.parallel, seconds=options.seconds)
-    print(show(results))
+    jobs = [job(m, epsilon, seed) for seed in options.seeds for epsilon in options.epsilons for m in options.methods]
+    print(show(measured(jobs, options)))
 
 
 if __name__ == "__main__":

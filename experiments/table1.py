@@ -1,6 +1,6 @@
 """The paper's Table 1, our rows: uniform and planned DP-SGD, with and without the release, in pixels and in latents.
 
-  python experiments/table1.py --work runs/table1 --results experiments/results/table1.json
+  python experiments/table1.py
   python experiments/table1.py --spaces latent --epsilons 1 --rows "uniform + moments"
 
 `--print` shows the table of what is there, with the paper's figures beside ours.
@@ -9,10 +9,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
-from runner import Job, run_all
+from runner import Job, add_options, measured
 
 RECIPES = {"pixel": "experiments/mnist_paper.toml", "latent": "experiments/mnist_paper_latent.toml"}
 NO_RELEASE = ("release.weight=0",)
@@ -50,9 +48,9 @@ PAPER = {
 }
 
 
-def job(space: str, row: str, epsilon: float, extra: tuple[str, ...] = ()) -> Job:
-    settings = (f"privacy.epsilon={float(epsilon)}", *ROWS[row], *extra)
-    return Job(name(space, row, epsilon), RECIPES[space], settings)
+def job(space: str, row: str, epsilon: float) -> Job:
+    settings = (f"privacy.epsilon={float(epsilon)}", *ROWS[row], "evaluate.references=false")
+    return Job("table1", name(space, row, epsilon), RECIPES[space], settings, light=space == "latent")
 
 
 def name(space: str, row: str, epsilon: float) -> str:
@@ -78,27 +76,15 @@ def show(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/table1"))
-    parser.add_argument("--results", type=Path, default=Path("experiments/results/table1.json"))
+    add_options(parser)
     parser.add_argument("--spaces", nargs="+", default=list(PAPER), choices=list(PAPER))
     parser.add_argument("--rows", nargs="+", default=list(TABLE), choices=list(ROWS))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[0.3, 1, 3])
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    parser.add_argument("--parallel", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no job after this")
-    parser.add_argument("--print", action="store_true", help="only show what is there")
     options = parser.parse_args()
     jobs = [
-        job(space, row, epsilon, tuple(options.settings))
-        for epsilon in options.epsilons
-        for row in options.rows
-        for space in options.spaces
+        job(space, row, epsilon) for epsilon in options.epsilons for row in options.rows for space in options.spaces
     ]
-    if options.print:
-        results = json.loads(options.results.read_text())
-    else:
-        results = run_all(jobs, options.work, options.results, parallel=options.parallel, seconds=options.seconds)
-    print(show(results))
+    print(show(measured(jobs, options)))
 
 
 if __name__ == "__main__":

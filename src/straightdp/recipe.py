@@ -231,9 +231,34 @@ class Evaluate(Section):
     images: Annotated[int, Field(ge=10)] = Field(
         default=10_000, description="at most so many of each set go through Inception"
     )
+    references: bool = Field(
+        default=True, description="thorough: also judge what the synthetic set is compared with, not that set alone"
+    )
+
+    def is_thorough(self, device: str) -> bool:
+        return device == "cuda" if self.thorough == "auto" else self.thorough == "on"
 
 
 RIVALS = ("dp-merf", "dp-hp", "dp-ntk", "private-evolution")
+
+
+class Sd3(Section):
+    """A frozen Stable Diffusion 3 in the place of a network of our own; its own samples are the public set."""
+
+    model: str = Field(default="", description="a folder or an id that diffusers' from_pretrained takes; empty: no SD3")
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the frozen weights")
+    offload: bool = Field(default=False, description="keep the VAE in main memory when it is not used")
+    t5: bool = Field(default=True, description="use the third text encoder: 9 GB more while captions are read, once")
+    tokens: Count = Field(default=77, description="of a caption that the third text encoder sees")
+    prior: Count = Field(default=10, description="images a class drawn from the frozen model, for every calibration")
+    per_class: Annotated[int, Field(ge=1)] = Field(
+        default=500, description="with at least so many declared records a class its own mean is released, else one"
+    )
+    radius_quantile: Fraction = Field(
+        default=0.99, description="R: this quantile of the prior's codes' norms; every code is brought within it"
+    )
+    rank: Count = Field(default=16, description="of the adapters that DP-SGD or distillation trains; alpha is the same")
+    checkpoint: bool = Field(default=False, description="recompute blocks in the backward pass: less memory, slower")
 
 
 class Rival(Section):
@@ -301,6 +326,7 @@ class Recipe(Section):
     dpsgd: DpSgd = DpSgd()
     sample: Sample = Sample()
     evaluate: Evaluate = Evaluate()
+    sd3: Sd3 = Sd3()
     rival: Rival = Rival()
     audit: Audit = Audit()
 

@@ -61,7 +61,7 @@ def frechet(one: Moments, two: Moments) -> float:
 
     The trace of the root is the sum of the singular values of sqrt(S1) sqrt(S2), which loses no digits to a root.
     """
-    (m1, s1), (m2, s2) = one, two
+    (m1, s1), (m2, s2) = one, (part.to(one[0].device) for part in two)
     cross = torch.linalg.svdvals(_root(s1) @ _root(s2)).sum()
     return float((m1 - m2).square().sum() + s1.trace() + s2.trace() - 2 * cross)
 
@@ -89,7 +89,7 @@ def reference(features: Features, z: Tensor, folder: Path | None, track: Track |
     path = folder / f"{_key(features, z)}.safetensors"
     if (kept := _kept(path)) is not None:
         return kept
-    mean, covariance = _through(features, z, track)
+    mean, covariance = (part.cpu() for part in _through(features, z, track))
     write_durably(path, _packed(mean, covariance))
     return mean, covariance
 

@@ -65,19 +65,23 @@ class Features:
     resize: str = "bilinear, corners not aligned"
 
     def __call__(self, z: Tensor, track: Track | None = None) -> Tensor:
-        """z (n, 1 or 3, H, W) in [-1, 1] to (n, 2048) float32 on the CPU; n may be 0. Grey is repeated to colour."""
+        """z (n, 1 or 3, H, W) in [-1, 1] to (n, 2048) float32 where the net lies; n may be 0. Grey is repeated to
+        colour."""
         found = list(self.batches(z, track))
-        return torch.cat(found) if found else torch.zeros(0, WIDTH)
+        return torch.cat(found) if found else torch.zeros(0, WIDTH, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.net.parameters()).device
 
     def batches(self, z: Tensor, track: Track | None = None) -> Iterator[Tensor]:
         """The same, batch by batch. A record's features depend on its batch by float32 rounding only."""
         if z.ndim != 4 or z.shape[1] not in (1, 3):
             raise ValueError(f"pictures should be (n, 1 or 3, H, W) but are {tuple(z.shape)}")
-        device = next(self.net.parameters()).device
-        size = BATCH["cuda" if device.type == "cuda" else "cpu"]
+        size = BATCH["cuda" if self.device.type == "cuda" else "cpu"]
         starts = range(0, len(z), size)
         for k in (track or quiet)(range(len(starts)), 0, len(starts)):
-            yield self.on_device(z[starts[k] : starts[k] + size].to(device, torch.float32)).cpu()
+            yield self.on_device(z[starts[k] : starts[k] + size].to(self.device, torch.float32))
 
     @torch.no_grad()
     def on_device(self, z: Tensor) -> Tensor:

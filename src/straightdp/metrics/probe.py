@@ -11,12 +11,15 @@ from torch import Tensor
 from straightdp.nets.classifiers import LeNet, ResidualNet
 from straightdp.recipe import Evaluate
 
+Predict = Callable[[Tensor], Tensor]
+"""Images in [-1, 1] to labels."""
+
 PROBES = {"LeNet": LeNet, "residual net": ResidualNet}  # the second is stronger
 
 
 def fit_probe(
     z: Tensor, y: Tensor, classes: int, section: Evaluate, seed: int, device: torch.device, probe: str = "LeNet"
-) -> Callable[[Tensor], Tensor]:
+) -> Predict:
     """Train the probe and return its predict function (z to labels). One fixed recipe: Adam 1e-3, cosine decay."""
     generator = torch.Generator(device).manual_seed(seed)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -38,3 +41,9 @@ def fit_probe(
         return net(batch.to(device)).argmax(dim=1)
 
     return predict
+
+
+def agreement(predict: Predict, z: Tensor, y: Tensor) -> float:
+    """How often a classifier finds y in the images z, n >= 1."""
+    hits = [(predict(a).cpu() == b.cpu()).sum() for a, b in zip(z.split(1000), y.split(1000), strict=True)]
+    return float(sum(hits)) / len(z)

@@ -16,8 +16,8 @@ from straightdp.metrics.frechet import frechet_between
 from straightdp.metrics.label_aware import per_class_frechet
 from straightdp.metrics.neighbours import nearest
 from straightdp.metrics.precision_recall import precision_recall
+from straightdp.metrics.probe import Predict, agreement
 
-Predict = Callable[[Tensor], Tensor]
 Fit = Callable[[Tensor, Tensor], Predict]
 Score = Callable[[Tensor, Tensor], np.ndarray]
 """Images in [-1, 1] and their classes to one score a record: higher for what looks trained on."""
@@ -63,7 +63,7 @@ class Measures:
     def accuracy(self, predict: Predict) -> float:
         """Of a classifier on the held-out real records."""
         holdout = self.__held_out()
-        return _agreement(predict, holdout.z(), torch.from_numpy(holdout.labels))
+        return agreement(predict, holdout.z(), torch.from_numpy(holdout.labels))
 
     def real_accuracy(self, fit: Fit) -> float:
         """The non-private upper bound: the same probe trained on the private records themselves."""
@@ -73,7 +73,7 @@ class Measures:
         """How often a classifier of one slot (0 is the class), trained on the private records, finds in each set's
         images what their captions say."""
         predict = fit(self.__train.z(), torch.from_numpy(self.__slots[:, slot]))
-        return [_agreement(predict, z, values) for z, values in sets]
+        return [agreement(predict, z, values) for z, values in sets]
 
     def domain_rates(self, fit: Fit, public: Tensor, sets: Sequence[Tensor]) -> list[float]:
         """The share of each set, and last of the held-out records, that a private-or-public classifier takes for
@@ -84,7 +84,7 @@ class Measures:
         other = public[torch.randperm(len(public), generator=generator)[:n]]
         predict = fit(torch.cat([real, other]), torch.arange(2).repeat_interleave(n))
         every = [*sets, self.__held_out().z()]
-        return [_agreement(predict, z, torch.zeros(len(z), dtype=torch.int64)) for z in every]
+        return [agreement(predict, z, torch.zeros(len(z), dtype=torch.int64)) for z in every]
 
     def scores(self, score: Score, most: int) -> tuple[np.ndarray, np.ndarray]:
         """An attack's scores of at most `most` training records, canaries left out, and of as many held-out ones."""
@@ -120,9 +120,9 @@ class Measures:
 
     def closeness(self, z: Tensor, y: Tensor, *, shown: int, k: int) -> Closeness:
         """How near images z come to training records, beside held-out ones; for the first images of the classes, the
-        k nearest training records themselves."""
+        k nearest training records themselves. Compared where z lies."""
         k = min(k, len(self.__train))
-        train, heldout = self.__train.z(), self.__held_out().z()
+        train, heldout = self.__train.z().to(z.device), self.__held_out().z().to(z.device)
 
         def to_nearest(images: Tensor) -> list[float]:
             rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:YARDSTICK]
@@ -130,8 +130,8 @@ class Measures:
 
         rows = _first_of_classes(y, shown)
         distances, indices = nearest(z[rows], train, k)
-        pictures = to_pixels(train[indices.flatten()]).reshape(*indices.shape, *z.shape[1:])
-        return Closeness(to_nearest(z), to_nearest(heldout), rows, pictures, (distances / 2).numpy())
+        pictures = to_pixels(train[indices.flatten()].cpu()).reshape(*indices.shape, *z.shape[1:])
+        return Closeness(to_nearest(z), to_nearest(heldout), rows, pictures, (distances / 2).cpu().numpy())
 
     def __held_out(self) -> Records:
         if self.__holdout is None:
@@ -145,11 +145,6 @@ class Measures:
         if self.__kept is None or self.__kept[:2] != (features, most):
             self.__kept = features, most, features(to_z(holdout.x[rows]))
         return self.__kept[2], torch.from_numpy(holdout.labels[rows])
-
-
-def _agreement(predict: Predict, z: Tensor, y: Tensor) -> float:
-    hits = [(predict(a).cpu() == b.cpu()).sum() for a, b in zip(z.split(1000), y.split(1000), strict=True)]
-    return float(sum(hits)) / len(z)
 
 
 def _first_of_classes(y: Tensor, n: int) -> list[int]:

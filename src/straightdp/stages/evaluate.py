@@ -24,6 +24,7 @@ from straightdp.moments.field import MomentModel
 from straightdp.progress import tracker
 from straightdp.stages.inputs import Inputs
 
+TRAINING = "real private training records"
 SHOWN, NEAREST = 12, 4  # synthetic images beside their nearest training records, and how many of these
 NOT_THOROUGH = (
     "Fréchet distance, precision and recall, label-aware measures and the second classifier were not run; "
@@ -81,6 +82,8 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
     folder, recipe, space = inputs.folder, inputs.recipe, inputs.space
     z, y = synthetic.read(folder.synthetic, inputs.public.shape, inputs.intake.classes)
     yield ImageSet("synthetic data", f"{len(z)} images of this release", z, y)
+    if inputs.thorough and not recipe.evaluate.references:
+        return
     labels = torch.tensor(inputs.conditioning.labels)
     moments = MomentModel.load(folder.moments) if folder.moments.exists() else None
     if moments is not None and recipe.sample.port != "release":
@@ -113,7 +116,7 @@ def _scores(inputs: Inputs, sets: list[ImageSet]) -> Iterator[dict]:
 
         for one in sets:
             yield score(one.name, one.note, lambda s, one=one, fit=fit: measures.accuracy(fit(one.z, one.y, s)))
-        if section.real_reference or inputs.thorough:
+        if section.real_reference or (inputs.thorough and section.references):
             note = "the classifier trained on the private records themselves; not private"
             yield score("real private data", note, lambda s, fit=fit: measures.real_accuracy(lambda a, b: fit(a, b, s)))
 
@@ -166,13 +169,15 @@ def _quality(inputs: Inputs, sets: list[ImageSet], features: inception.Features)
 
     rows, within = [], {}
     public = ImageSet("public images", "the public set itself", inputs.public.z(), torch.zeros(0))
-    for one in [*sets, *([public] if len(public.z) >= 2 else ())]:
+    wanted = inputs.recipe.evaluate.references
+    for one in [*sets, *([public] if wanted and len(public.z) >= 2 else ())]:
         chosen = torch.randperm(len(one.z), generator=torch.Generator().manual_seed(0))[:most]
         y = None if one is public else one.y[chosen]
         rows.append({"name": one.name, "note": one.note} | measures.quality(of, of(one.z[chosen]), y, most))
-    note = "as many of the records that were trained on"
-    real = measures.quality_of_training(of, min(most, len(sets[0].z)), most)
-    rows.append({"name": "real private training records", "note": note} | real)
+    if wanted:
+        note = "as many of the records that were trained on"
+        real = measures.quality_of_training(of, min(most, len(sets[0].z)), most)
+        rows.append({"name": TRAINING, "note": note} | real)
     for row in rows:
         distances = row.pop("classes")
         within[row["name"]] = distances
@@ -184,7 +189,7 @@ def _quality(inputs: Inputs, sets: list[ImageSet], features: inception.Features)
             for label, distance, reference in zip(
                 inputs.intake.classes,
                 within["synthetic data"],
-                within["real private training records"],
+                within.get(TRAINING) or [None] * len(inputs.intake.classes),
                 strict=True,
             )
         ],
@@ -196,7 +201,7 @@ def _write_closeness(inputs: Inputs, synthetic_set: ImageSet) -> None:
     from safetensors.torch import save
 
     z, y = synthetic_set.z, synthetic_set.y
-    found = inputs.intake.measures.closeness(z, y, shown=SHOWN, k=NEAREST)
+    found = inputs.intake.measures.closeness(z.to(inputs.device), y, shown=SHOWN, k=NEAREST)
     tensors = {
         "images": torch.tensor(found.images),
         "heldout": torch.tensor(found.heldout),

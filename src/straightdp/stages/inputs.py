@@ -82,8 +82,7 @@ class Inputs:
     @property
     def thorough(self) -> bool:
         """Whether evaluation takes its time."""
-        choice = self.recipe.evaluate.thorough
-        return self.device.type == "cuda" if choice == "auto" else choice == "on"
+        return self.recipe.evaluate.is_thorough(self.device.type)
 
     @property
     def compile(self) -> bool:

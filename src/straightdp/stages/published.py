@@ -16,7 +16,7 @@ from straightdp.errors import BadInput
 from straightdp.generator import open_generator
 from straightdp.metrics import inception
 from straightdp.metrics.frechet import frechet, moments, reference
-from straightdp.metrics.probe import PROBES, fit_probe
+from straightdp.metrics.probe import PROBES, agreement, fit_probe
 from straightdp.progress import tracker
 from straightdp.recipe import Evaluate
 from straightdp.team import pick_device
@@ -62,18 +62,18 @@ def _halves(z: Tensor, y: Tensor, classes: int, section: Evaluate, device: torch
     one, other = order[: len(z) // 2], order[len(z) // 2 :]
     if not len(one):
         return []
-    found = _accuracy(fit_probe(z[one], y[one], classes, section, 0, device), z[other], y[other])
+    found = agreement(fit_probe(z[one], y[one], classes, section, 0, device), z[other], y[other])
     return [f"labels found in one half by a LeNet trained on the other: {found:.3f} (a guess: {1 / classes:.3f})"]
 
 
 def _beside(
     z: Tensor, y: Tensor, real: Records, name: str, classes: tuple[str, ...], section: Evaluate, device: torch.device
 ) -> list[str]:
-    lines, thorough = [], section.thorough == "on" or (section.thorough == "auto" and device.type == "cuda")
+    lines, thorough = [], section.is_thorough(device.type)
     if set(real.classes) <= set(classes):
         labels = torch.tensor([classes.index(c) for c in real.classes])[torch.from_numpy(real.labels)]
         for probe in PROBES if thorough else list(PROBES)[:1]:
-            found = _accuracy(fit_probe(z, y, len(classes), section, 0, device, probe), real.z(), labels)
+            found = agreement(fit_probe(z, y, len(classes), section, 0, device, probe), real.z(), labels)
             lines.append(f"accuracy on {name} of a {probe} trained on the release: {found:.3f}")
     else:
         lines.append(f"accuracy on {name}: not measured, its classes are not those of the release")
@@ -89,8 +89,3 @@ def _beside(
     statistics = reference(features, pictures, cache.folder("features"), tracker("reference"))
     distance = frechet(moments(found), statistics)
     return [*lines, f"{features.name} of {len(found)} images to {len(rows)} of {name}: {distance:.2f}"]
-
-
-def _accuracy(predict, z: Tensor, y: Tensor) -> float:
-    hits = [(predict(a).cpu() == b).sum() for a, b in zip(z.split(1000), y.split(1000), strict=True)]
-    return float(sum(hits)) / len(z)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from straightdp import __version__
 from straightdp.compiled import half
 from straightdp.data.captions import from_template
+from straightdp.data.records import to_pixels
 from straightdp.errors import BadInput
 from straightdp.files import file_hash
 from straightdp.generator import RivalGenerator
@@ -85,10 +86,13 @@ def evolve(inputs: Inputs, pretrained: Path, vault: Vault, ledger: Ledger) -> No
     features = inception.find(device)
     assert features is not None  # `check` has seen it
     vault.bind(VOTES, f"{file_hash(pretrained)}|{features.digest}|{device.type}|{__version__}")
-    sigma = ledger.declared[VOTES].sigma
+    sigma, one_batch = ledger.declared[VOTES].sigma, half(features.on_device)
+
+    def see(images: torch.Tensor) -> torch.Tensor:
+        return torch.cat([one_batch(part.to(device)) for part in images.split(inception.BATCH[device.type])])
 
     def vote(step: int, candidates: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(vault.vote_histogram(VOTES, step, features.on_device, candidates)).float()
+        return torch.from_numpy(vault.vote_histogram(VOTES, step, one_batch, candidates)).float()
 
     prior = private_evolution.FlowPrior(
         half(inputs.load_net(pretrained).eval()),
@@ -100,7 +104,7 @@ def evolve(inputs: Inputs, pretrained: Path, vault: Vault, ledger: Ledger) -> No
     )
     found = private_evolution.evolve(
         prior,
-        features.on_device,
+        see,
         vote,
         classes=vault.classes,
         population=section.population,
@@ -113,7 +117,7 @@ def evolve(inputs: Inputs, pretrained: Path, vault: Vault, ledger: Ledger) -> No
         device=device,
         track=tracker("evolve"),
     )
-    _save(inputs, {"population": ((found.images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)})
+    _save(inputs, {"population": torch.from_numpy(to_pixels(found.images))})
 
 
 def _prior_captions(inputs: Inputs) -> torch.Tensor:
