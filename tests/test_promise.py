@@ -36,7 +36,7 @@ from straightdp.privacy.noise import Noise
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import GRADIENTS, Certificate, bucket_id, bucket_steps
 from straightdp.recipe import DpSgd, Net, parse
-from straightdp.stages import private
+from straightdp.stages import gather, private
 
 CPU = torch.device("cpu")
 SHORT = (
@@ -367,7 +367,7 @@ def test_a_binding_that_is_lost_before_its_first_step_is_simply_made(sources, tm
 @pytest.mark.parametrize("more", [("release.condition=pooled",), ("release.condition=class",), (ALONE,)], ids=" ".join)
 def test_captions_of_private_records_are_read_only_once_an_execution_is_on_disk(more, texts, tmp_path, monkeypatch):
     rules, ledger = loaded(tmp_path, texts, *OWN_TEXTS, *more), RunFolder(tmp_path / "run").ledger
-    read, encode, make = [], Tokenizer.encode, pipeline.featuriser
+    read, encode, make = [], Tokenizer.encode, gather.featuriser
 
     def watched(name, of):
         def seen(*given):
@@ -378,7 +378,7 @@ def test_captions_of_private_records_are_read_only_once_an_execution_is_on_disk(
         return seen
 
     monkeypatch.setattr(Tokenizer, "encode", watched("ids", encode))
-    monkeypatch.setattr(pipeline, "featuriser", lambda *given: watched("features", make(*given)))
+    monkeypatch.setattr(gather, "featuriser", lambda *given: watched("features", make(*given)))
     pipeline.run(rules, tmp_path / "run")
     assert {name for name, _ in read} == ({"ids", "features"} if "release.condition=pooled" in more else {"ids"})
     first = (GRADIENTS, 0) if ALONE in more else ("release/cross" if "pooled" in more[0] else "release/means", 0)

@@ -239,7 +239,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "micro_batch": 8,
         "checkpoint_every": 7,
     },
-    "sample": {"n": 1, "steps": 1, "guidance": 1.0, "port": "release", "t0": 0.5, "batch": 1},
+    "sample": {"n": 1, "steps": 1, "guidance": 1.0, "port": "release", "t0": 0.5, "batch": 1, "tilt": "zero"},
     "evaluate": {
         "probe_steps": 1,
         "probe_batch": 1,
@@ -247,6 +247,20 @@ OTHER: dict[str, dict[str, Any]] = {
         "real_reference": True,
         "thorough": "on",
         "images": 10,
+        "references": False,
+        "probe": "linear",
+        "clip": "some/clip",
+    },
+    "sd3": {
+        "model": "some/model",
+        "dtype": "float32",
+        "offload": True,
+        "t5": False,
+        "tokens": 3,
+        "prior": 2,
+        "radius_quantile": 0.5,
+        "rank": 2,
+        "checkpoint": False,
     },
     "audit": {
         "canaries": 10,
@@ -288,15 +302,20 @@ def test_every_key_has_another_value_above():
 @pytest.mark.parametrize("dotted", [f"{section}.{key}" for section, body in OTHER.items() for key in body])
 def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
     section, key = dotted.split(".")
-    changed = parse({section: {key: OTHER[section][key]}})
-    assert changed != Recipe()
+    colour = {"image": {"channels": 3, "size": 32}} if dotted == "sd3.model" else {}
+    changed = parse(colour | {section: {key: OTHER[section][key]}})
+    assert changed != parse(colour)
     assert through_toml(changed, scratch) == changed
     ignored = section in ("sample", "evaluate", "audit", "rival") or dotted in (
         "run.title",
         "run.compile",
         "dpsgd.micro_batch",
+        *(f"sd3.{key}" for key in OTHER["sd3"] if key != "model"),
     )
-    assert (changed.digest() == Recipe().digest()) == ignored
+    assert (changed.digest() == parse(colour).digest()) == ignored
+    if section == "sd3":  # decides the model of a run on SD3 alone
+        frozen = {"image": {"channels": 3, "size": 32}, "sd3": {"model": "a/b"}}
+        assert parse(frozen | {"sd3": {"model": "a/b", key: OTHER["sd3"][key]}}).digest() != parse(frozen).digest()
     if section == "rival":  # decides the model of a rival alone
         rival = {"run": {"method": "dp-merf"}}
         assert parse(rival | {section: {key: OTHER[section][key]}}).digest() != parse(rival).digest()

@@ -424,6 +424,7 @@ def test_the_private_data_source_is_opened_only_from_the_privacy_room(monkeypatc
     from straightdp.folder import RunFolder
     from straightdp.privacy import reader
     from straightdp.recipe import parse
+    from straightdp.stages import gather
 
     real, callers = sources.load, []
 
@@ -433,7 +434,7 @@ def test_the_private_data_source_is_opened_only_from_the_privacy_room(monkeypatc
         return real(source, **options)
 
     monkeypatch.setattr(reader, "load", watched)
-    monkeypatch.setattr(pipeline, "load_records", watched)
+    monkeypatch.setattr(gather, "load_records", watched)
     tree = {"private": {"data": "digits:train", "holdout": "digits:test"}, "public": {"data": "letters"}}
     pipeline.gather(parse(tree | {"image": {"size": 8}}), RunFolder(tmp_path / "none"), CPU)
     assert set(callers) == {"straightdp.privacy.reader"}

@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(run)
     run.add_argument("--out", type=Path, required=True, help="the run's folder")
     run.add_argument("--resume", action="store_true", help="go on with an unfinished run; repeats its noise")
+    _add_without_noise(run)
     run.set_defaults(command=_run)
 
     plan = commands.add_parser("plan", help="resolve, calibrate and certify a recipe; opens no private data")
@@ -91,6 +92,23 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--out", type=Path, default=Path("comparison"), help="folder for the pages")
     compare.set_defaults(command=_compare)
 
+    sd3 = commands.add_parser("sd3", help="guide a frozen Stable Diffusion 3, or train adapters on it")
+    routes = sd3.add_subparsers(metavar="ROUTE", required=True)
+    for name, what in SD3_ROUTES.items():
+        route = routes.add_parser(name, help=what)
+        _add_recipe(route, f"a recipe.toml; left out, the built-in sd3-{name}")
+        route.add_argument("--model", help="of the frozen model: a folder, or an id on the hub")
+        route.add_argument("--out", type=Path, required=True, help="the run's folder")
+        route.add_argument("--resume", action="store_true", help="go on with an unfinished run; repeats its noise")
+        _add_without_noise(route)
+        route.set_defaults(command=_sd3, route=name)
+    judge = routes.add_parser("evaluate", help="judge a finished run again, with another encoder perhaps (internal)")
+    judge.add_argument("run", type=Path, help="a run's folder, or a release folder")
+    judge.add_argument("--clip", help="a CLIP model: a folder, or an id on the hub; left out, Inception")
+    judge.add_argument("--against", metavar="SET", help="of a release: a data set that you may see, to compare with")
+    judge.add_argument("--set", dest="settings", action="append", default=[], metavar="evaluate.KEY=VALUE")
+    judge.set_defaults(command=_sd3_evaluate)
+
     data = commands.add_parser("data", help="fetch or check the standard data sets")
     actions = data.add_subparsers(metavar="ACTION", required=True)
     for name in ("get", "check"):
@@ -111,13 +129,25 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
+def _add_without_noise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe",
-        type=Path,
-        nargs="?",
-        help="a recipe.toml, or the built-in small (for a CPU) or demo; left out, the paper's sizes",
+        "--without-noise",
+        action="store_true",
+        help="what the recipe would give if nothing had to be private: internal, never to be published",
     )
+
+
+SD3_ROUTES = {
+    "guide": "start sampling at the released mean; trains nothing",
+    "lora": "train adapters by DP-SGD",
+    "distill": "write the released field into adapters, then DP-SGD: the route that fails in the paper",
+    "evolve": "Private Evolution on the frozen model",
+}
+BUILT_IN_RECIPES = "a recipe.toml, or the built-in small (for a CPU) or demo; left out, the paper's sizes"
+
+
+def _add_recipe(parser: argparse.ArgumentParser, help: str = BUILT_IN_RECIPES) -> None:
+    parser.add_argument("recipe", type=Path, nargs="?", help=help)
     parser.add_argument("--private", help="the private set: a folder, a file or a name")
     parser.add_argument("--public", help="the public set")
     parser.add_argument("--epsilon", type=float)
@@ -156,11 +186,31 @@ def _demo(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace) -> None:
     from straightdp import pipeline
 
-    _finish(pipeline.run(_load_recipe(options), options.out, resume=options.resume))
+    noise = not options.without_noise
+    _finish(pipeline.run(_load_recipe(options), options.out, resume=options.resume, noise=noise), noise)
 
 
-def _finish(folder) -> None:
+def _sd3(options: argparse.Namespace) -> None:
+    options.recipe = options.recipe or Path(f"sd3-{options.route}")
+    if options.model is not None:
+        options.settings = [f"sd3.model={_quoted(options.model)}", *options.settings]
+    if not _load_recipe(options).sd3.model:
+        raise BadInput("no frozen model was named; give --model or set sd3.model in the recipe")
+    _run(options)
+
+
+def _sd3_evaluate(options: argparse.Namespace) -> None:
+    encoder = ["evaluate.probe=linear"] + ([f"evaluate.clip={_quoted(options.clip)}"] if options.clip else [])
+    options.settings = [*encoder, *options.settings]
+    _evaluate(options)
+
+
+def _finish(folder, noise: bool = True) -> None:
     if folder is None:  # a process that only followed
+        return
+    if not noise:
+        print(f"\nNothing was noised: {folder.root} is not private, all of it is internal.")
+        _say_scores(folder)
         return
     print(f"\nPublish {folder.release}; keep {folder.private} to yourself.")
     _say_scores(folder)

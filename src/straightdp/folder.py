@@ -31,6 +31,7 @@ class RunFolder:
         self.synthetic = self.release / "synthetic"
         self.checkpoints = self.private / "checkpoints"
         self.autoencoder = self.checkpoints / "autoencoder.safetensors"
+        self.prior = self.checkpoints / "prior.safetensors"
         self.calibration = self.checkpoints / "calibration.safetensors"
         self.horizon = self.checkpoints / "horizon.json"
         self.allocation = self.checkpoints / "allocation.json"

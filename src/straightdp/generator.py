@@ -18,9 +18,11 @@ from straightdp.flow.path import noise_like
 from straightdp.flow.sampler import Network, euler, guided
 from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
-from straightdp.nets.captions import Tokenizer
+from straightdp.nets.backbone import Backbone
+from straightdp.nets.captions import CaptionIds, Tokenizer
 from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Codes, Pixels, Space
+from straightdp.nets.velocity import VelocityNet
 from straightdp.recipe import RIVALS, Latent, Net, Rival, Sample
 from straightdp.rivals import matching
 
@@ -33,7 +35,7 @@ class Conditioning:
 
     classes: tuple[str, ...]
     captions: tuple[str, ...]
-    tokenizer: Tokenizer
+    tokenizer: CaptionIds
     labels: tuple[int, ...] = ()  # each caption's class; left out, one caption a class
 
     def __post_init__(self) -> None:
@@ -54,19 +56,29 @@ class Conditioning:
         return self.tokenizer.null().to(device).unsqueeze(0)
 
 
-def open_generator(release: Path, device: torch.device) -> Generator | RivalGenerator:
-    """Whatever draws the images of a release, by whichever method it was made."""
+def open_generator(release: Path, device: torch.device, backbone: Backbone | None = None) -> Generator | RivalGenerator:
+    """Whatever draws the images of a release, by whichever method it was made. A frozen model that the release builds
+    on is loaded anew unless it is given."""
     for name in ("model.json", "model.safetensors"):
         if not (release / name).is_file():
             raise BadInput(f"{release} is not a release: {name} is missing")
     try:
-        method = json.loads((release / "model.json").read_text(encoding="utf-8")).get("method", "straightdp")
+        body = json.loads((release / "model.json").read_text(encoding="utf-8"))
+        method = body.get("method", "straightdp")
     except (ValueError, AttributeError) as error:
-        raise _damaged(release, error) from None
-    return RivalGenerator.load(release, device) if method in RIVALS else Generator.load(release, device)
+        raise damaged(release, error) from None
+    if method in RIVALS:
+        return RivalGenerator.load(release, device)
+    if "sd3" in body:
+        from straightdp.sd3.backbone import Sd3Backbone
+        from straightdp.sd3.generator import Sd3Generator
+
+        return Sd3Generator.load(release, device, backbone if isinstance(backbone, Sd3Backbone) else None)
+    return Generator.load(release, device)
 
 
-def _damaged(release: Path, error: Exception) -> BadInput:
+def damaged(release: Path, error: Exception) -> BadInput:
+    """What to say of a release whose model cannot be read."""
     why = " ".join(str(error).split())
     return BadInput(f"{release} is damaged: its model could not be loaded ({why})")
 
@@ -75,7 +87,7 @@ def _damaged(release: Path, error: Exception) -> BadInput:
 class Generator:
     """`space` says what the network's z are; left out, pixels."""
 
-    net: MMDiT
+    net: VelocityNet
     conditioning: Conditioning
     moments: MomentModel | None
     sample: Sample
@@ -92,6 +104,7 @@ class Generator:
     def save(self, weights: Path, card: Path) -> None:
         from safetensors.torch import save_file
 
+        assert isinstance(self.net, MMDiT)
         state, latent = dict(self.net.state_dict()), None
         if isinstance(self._space, Codes):
             autoencoder = self._space.autoencoder
@@ -140,7 +153,7 @@ class Generator:
             path = release / "moments.safetensors"
             moments = MomentModel.load(path).to(device) if path.exists() else None
         except Exception as error:
-            raise _damaged(release, error) from None
+            raise damaged(release, error) from None
         return cls(net.to(device).eval(), conditioning, moments, sample, space)
 
     def prompts(self, n: int, device: torch.device) -> Tensor:
@@ -158,25 +171,35 @@ class Generator:
         if section.port != "weights" and self.moments is None:
             raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
         network = Compiled(half(self.net), enabled=compile)
+        moments = None if self.moments is None else self._tilted(self.moments, section.tilt, seed)
         starts = list(range(0, len(y), section.batch))
         pieces = []
         for k in track(range(len(starts)), 0, len(starts)):
             part = y[starts[k] : starts[k] + section.batch]
             whole = F.pad(part, (0, section.batch - len(part))) if compile else part  # one shape, compiled once
             generator = step_generator(seed, "sample", k, y.device)
-            pieces.append(self._space.decode(self._batch(network, whole, section, generator)[: len(part)]))
+            drawn = self._batch(network, moments, whole, section, generator)
+            pieces.append(self._space.decode(drawn[: len(part)]))
         return torch.cat(pieces).cpu() if pieces else self._space.decode(torch.zeros(0, *self.net.shape))
 
-    def _batch(self, network: Network, y: Tensor, section: Sample, generator: torch.Generator) -> Tensor:
+    def _tilted(self, moments: MomentModel, tilt: str, seed: int) -> MomentModel:
+        try:
+            return moments.tilted(tilt, seed)
+        except ValueError as error:
+            raise BadInput(f"sample.tilt = {tilt!r}: {error}") from None
+
+    def _batch(
+        self, network: Network, moments: MomentModel | None, y: Tensor, section: Sample, generator: torch.Generator
+    ) -> Tensor:
         shape = (len(y), *self.net.shape)
-        if section.port == "release" and self.moments is not None:
-            return self.moments.sample(y, generator).reshape(shape)
+        if section.port == "release" and moments is not None:
+            return moments.sample(y, generator).reshape(shape)
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
         field = guided(network, ids[y], null, section.guidance)
-        if section.port == "guide" and self.moments is not None:
+        if section.port == "guide" and moments is not None:
             if not isinstance(section.t0, float | int):
                 raise BadInput("sample.t0 = 'plateau' is found by a run, on its public set; give a number here")
-            start = self.moments.tilted_start(y, section.t0, generator).reshape(shape)
+            start = moments.tilted_start(y, section.t0, generator).reshape(shape)
             return euler(field, start, section.steps, section.t0)
         return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps)
 
@@ -225,7 +248,7 @@ class RivalGenerator:
             found._released()
             return found
         except Exception as error:
-            raise _damaged(release, error) from None
+            raise damaged(release, error) from None
 
     def _released(self) -> Tensor | matching.Generator:
         """The population, or the network with its weights."""

@@ -3,64 +3,62 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from straightdp import cache
-from straightdp.data.captions import from_template
-from straightdp.data.records import Records
-from straightdp.data.sources import load as load_records
 from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import file_hash
 from straightdp.folder import RunFolder
-from straightdp.generator import Conditioning
-from straightdp.moments.basis import check_features
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import release_parts
-from straightdp.moments.text import featuriser
-from straightdp.nets.autoencoder import code_shape
-from straightdp.nets.captions import Tokenizer
-from straightdp.privacy.intake import Intake
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.noise import AuditNoise, Noise, open_noise
 from straightdp.privacy.planted import Planted
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import Certificate, certify, certify_one
 from straightdp.progress import say
-from straightdp.recipe import OWN_TEXT, RIVALS, Image, Recipe, load
+from straightdp.recipe import RIVALS, Recipe, load
 from straightdp.report.assemble import write_reports
 from straightdp.stages import evaluate, private, rivals, sample
 from straightdp.stages import public as prepare
+from straightdp.stages.gather import assumptions, gather
 from straightdp.stages.inputs import Inputs, public_key
-from straightdp.team import ALONE, Team, joined, pick_device
+from straightdp.team import Team, joined, pick_device
+
+NOT_PRIVATE = "not-private"  # in the place of release/
 
 
-def run(recipe: Recipe, out: Path, *, resume: bool = False) -> RunFolder | None:
+def run(recipe: Recipe, out: Path, *, resume: bool = False, noise: bool = True) -> RunFolder | None:
     """From two data sets to a release folder. Nothing is written before every input was found sound.
 
-    Started by torchrun, every process but the leading one only takes part in DP-SGD, and returns None.
+    Without noise nothing is private: an upper bound for those who hold the records. It has no `release/`, and its
+    transcript says so. Started by torchrun, every process but the leading one only takes part in DP-SGD, and returns
+    None.
     """
     device = pick_device(recipe.run.device)
+    folder, leak = (RunFolder(out), None) if noise else (RunFolder(out, release=NOT_PRIVATE), 0.0)
     with joined(device) as team:
         if not team.leads:
-            return _follow(recipe, RunFolder(out), device, team)
+            return _follow(recipe, folder, device, team, leak)
         try:
-            return _lead(recipe, RunFolder(out), device, team, resume=resume)
+            return _lead(recipe, folder, device, team, leak, resume=resume)
         except (BadInput, BudgetRefused):
             team.dismiss()
             raise
 
 
-def _lead(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, *, resume: bool) -> RunFolder:
+def _lead(
+    recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, leak: float | None, *, resume: bool
+) -> RunFolder:
     folder.check(recipe, resume=resume)
     cache.check()
+    evaluate.check(recipe, device)
     certificate = certificate_of(recipe)  # of the uniform plan: refused before private files are opened
-    inputs = gather(recipe, folder, device, team)
+    inputs = gather(recipe, folder, device, team, leak=leak)
     rivals.check(inputs)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
@@ -77,13 +75,13 @@ def certificate_of(recipe: Recipe) -> Certificate:
     return certify(recipe, release_parts(recipe))
 
 
-def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team) -> None:
+def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, leak: float | None) -> None:
     """Wait for the leader to come to DP-SGD, and take part in it with the same records; nothing is written."""
     call = team.told()
     if call is None:
         return
-    inputs = gather(recipe, folder, device, team)
-    prepare.enter_codes(inputs)
+    inputs = gather(recipe, folder, device, team, leak=leak)
+    prepare.enter_space(inputs)
     start = Path(call["start"])
     if call != _call(inputs, start):
         raise BadInput("this process found other records, weights or another recipe than the leading one; start again")
@@ -111,14 +109,13 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     pretrained = folder.checkpoints / "pretrained.safetensors"
     distilled = folder.checkpoints / "distilled.safetensors"
 
-    def stage(name: str, outputs: list[Path], work) -> None:
-        say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
-
-    key = _key(recipe.digest(), public_key(inputs, "autoencode"))
+    stage = _stages(folder, _key(recipe.digest(), public_key(inputs, "autoencode")))
     if recipe.latent.d is not None:
         stage("autoencode", [folder.autoencoder], lambda: _shared(inputs, "autoencode", folder.autoencoder))
-        prepare.enter_codes(inputs)
-    key = _key(recipe.digest(), public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
+    if recipe.sd3.model:
+        stage("prior", [folder.prior], lambda: _shared(inputs, "prior", folder.prior))
+    prepare.enter_space(inputs)
+    stage = _stages(folder, _later_key(inputs))
     stage("pretrain", [pretrained], lambda: _shared(inputs, "pretrain", pretrained))
     basis, tau = None, 0.0
     if len(inputs.public):
@@ -151,12 +148,8 @@ def _spend_on_rival(inputs: Inputs, certificate: Certificate) -> None:
     """The same story for a method with one mechanism."""
     folder, recipe = inputs.folder, inputs.recipe
     pretrained = folder.checkpoints / "pretrained.safetensors"
-    key = _key(recipe.digest(), public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
-
-    def stage(name: str, outputs: list[Path], work) -> None:
-        say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
-
-    models = [folder.model, folder.model_card]
+    prepare.enter_space(inputs)
+    stage, models = _stages(folder, _later_key(inputs)), [folder.model, folder.model_card]
     if recipe.run.method == "private-evolution":
         stage("pretrain", [pretrained], lambda: _shared(inputs, "pretrain", pretrained))
         ledger, vault = _declare(inputs, certificate)
@@ -178,7 +171,7 @@ def _close(ledger: Ledger, folder: RunFolder) -> None:
 
 def _shared(inputs: Inputs, name: str, out: Path) -> None:
     """A stage that hangs on public records and few settings, so that runs may share it."""
-    work = {"autoencode": prepare.autoencode, "pretrain": prepare.pretrain}[name]
+    work = {"autoencode": prepare.autoencode, "prior": prepare.draw_prior, "pretrain": prepare.pretrain}[name]
     cache.shared(name, public_key(inputs, name), out, lambda: work(inputs, out))
 
 
@@ -237,65 +230,11 @@ def _again(out: Path, settings: tuple[str, ...], work: Callable[[Inputs], None])
         if (ledger.find("header") or {})["recipe"] != recipe.digest():
             raise BadInput(f"{folder.recipe} is not the recipe that {out} was run with; put the first one back")
         inputs = gather(recipe, folder, pick_device(recipe.run.device))
-        prepare.enter_codes(inputs)
+        prepare.enter_space(inputs)
         folder.create(recipe, inputs.intake.fingerprint())
         work(inputs)
         write_reports(inputs)
     return folder
-
-
-def gather(
-    recipe: Recipe,
-    folder: RunFolder,
-    device: torch.device,
-    team: Team = ALONE,
-    *,
-    planted: Planted | None = None,
-    leak: float | None = None,
-) -> Inputs:
-    """Read and check both data sets. Private records go straight into the intake, canaries of an audit among them."""
-    alone = recipe.run.method == "from-scratch"
-    for section in ("private",) if alone else ("private", "public"):
-        if not getattr(recipe, section).data:
-            raise BadInput(f"no {section} data was named; give --{section} or set {section}.data in the recipe")
-    image = recipe.image
-    public = _nothing(image) if alone else load_records(recipe.public.data, size=image.size, channels=image.channels)
-    side, shape = public.shape[1], public.shape
-    if recipe.latent.d is not None:
-        shape = code_shape(recipe.latent.d, side)
-    if shape[1] % recipe.net.patch:
-        where = f"images of {side} pixels" if recipe.latent.d is None else f"codes of {shape[1]} x {shape[1]}"
-        raise BadInput(f"{where} do not divide into patches of {recipe.net.patch}; set net.patch")
-    if release_parts(recipe) and recipe.release.project:
-        check_features(recipe.release.features, len(public), int(np.prod(shape)))
-    intake = Intake(recipe, side, planted)
-    intake.refuse_overlap(public)
-    for name in intake.classes:
-        if name != name.strip() or not name:
-            raise BadInput(f"class name {name!r} begins or ends with a space, or is empty; rename it")
-    captions = intake.prompts.captions()
-    own = recipe.public.caption == OWN_TEXT
-    if own and public.texts is None:
-        raise BadInput("public.caption is {text} but the records have none; give a template over {label}")
-    public_captions = () if own else from_template(recipe.public.caption, public.classes)
-    texts = public.texts if own else ()
-    length, vocabulary = recipe.net.caption_length, recipe.net.vocabulary
-    tokenizer = Tokenizer.from_captions(captions + public_captions, length, vocabulary, texts=texts or ())
-    public_ids = tokenizer.encode(texts or public_captions)
-    labels = tuple(intake.prompts.combinations()[:, 0].tolist())
-    conditioning = Conditioning(intake.classes, captions, tokenizer, labels)
-    if not own:
-        public_ids = public_ids[torch.from_numpy(public.labels)]
-    features_of = None
-    if recipe.release.condition != "class" and release_parts(recipe):
-        features_of = featuriser(recipe.release.condition, intake.prompts, tokenizer, recipe.net.caption_width)
-    return Inputs(recipe, folder, device, public, public_ids, conditioning, intake, features_of, team, leak)
-
-
-def _nothing(image: Image) -> Records:
-    """The public set of a method that sees none."""
-    side = image.size or 0
-    return Records(np.zeros((0, image.channels, side, side), np.uint8), np.zeros(0, np.int64), ())
 
 
 def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
@@ -315,7 +254,7 @@ def _declare(inputs: Inputs, certificate: Certificate) -> tuple[Ledger, Vault]:
             mode=recipe.privacy.mode,
             n=intake.n,
             recipe=recipe.digest(),
-            assumptions=_assumptions(inputs),
+            assumptions=assumptions(inputs),
         )
     return ledger, _vault(inputs, ledger, noise)
 
@@ -339,44 +278,18 @@ def _noise(inputs: Inputs, *, spent: bool) -> Noise:
     return open_noise(inputs.folder.private, pinned, context=context, spent=spent, make=make)
 
 
-def _assumptions(inputs: Inputs) -> list[dict[str, str]]:
-    """Everything treated as public knowledge, and where it came from."""
-    recipe, intake = inputs.recipe, inputs.intake
-    channels, height, width = inputs.public.shape
-    rows = [
-        ("N", str(intake.n), intake.n_source),
-        ("class list", json.dumps(intake.classes, ensure_ascii=False), intake.classes_source),
-        (
-            "image range",
-            f"{channels} x {height} x {width} values in [-1, 1]",
-            "declared; every record is made to fit",
-        ),
-        ("captions", *_about_captions(recipe)),
-        ("public data", f"{len(inputs.public)} records", "taken to hold nothing about private records"),
-        *_public_models(recipe),
-        ("one person, one record", "yes", "the unit protected is one record; several by one person add up"),
-    ]
-    return [{"name": name, "value": value, "source": source} for name, value, source in rows]
+def _stages(folder: RunFolder, key: str) -> Callable[[str, list[Path], Callable[[], None]], None]:
+    """Runs stages that all hang on `key`, each unless it is done, and says which."""
+
+    def stage(name: str, outputs: list[Path], work: Callable[[], None]) -> None:
+        say(f"{name}: {'done' if folder.stage(name, key, outputs, work) else 'unchanged, skipped'}")
+
+    return stage
 
 
-def _public_models(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """Networks that saw other data, taken to hold nothing about private records either."""
-    source, found = "published weights, taken to hold nothing about private records", []
-    if recipe.release.condition == "minilm" and release_parts(recipe):
-        found.append(("sentence encoder", "all-MiniLM-L6-v2", source))
-    if recipe.run.method == "private-evolution":
-        found.append(("image features", "Inception-V3", source))
-    return found
-
-
-def _about_captions(recipe: Recipe) -> tuple[str, str]:
-    section = recipe.private
-    if section.caption == OWN_TEXT:
-        return section.prompt, "a public template to generate under; the records' own texts are private"
-    if section.slots:
-        words = json.dumps(section.slots, ensure_ascii=False)
-        return f"{section.caption} {words}", "a public template filled with the class list and the slots' words"
-    return section.caption, "a public template filled with the class list"
+def _later_key(inputs: Inputs) -> str:
+    """Of every stage from pretraining on."""
+    return _key(inputs.recipe.digest(), public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
 
 
 def _key(*parts: str) -> str:

@@ -135,8 +135,9 @@ class Release(Section):
     weight: Annotated[float, Field(ge=0)] = 0.28
     sigma: Rate | None = None
     features: Count = Field(default=64, description="p: size of the public PCA basis")
-    covariance: Literal["shared", "residual"] = Field(
-        default="residual", description="one covariance for all, or one per class around the released means"
+    covariance: Literal["shared", "residual", "public"] = Field(
+        default="residual",
+        description="one covariance for all, one per class around the released means, or that of public records",
     )
     means_share: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.25, description="part of the release's privacy that goes to counts and means"
@@ -145,8 +146,9 @@ class Release(Section):
     residual_quantile: Fraction = Field(
         default=0.1, description="radius of the residuals: this quantile of the public ones"
     )
-    condition: Literal["class", "onehot", "slots", "pooled", "minilm"] = Field(
-        default="class", description="what means hang on: the class, or a feature of the caption (cross moments)"
+    condition: Literal["class", "global", "onehot", "slots", "pooled", "minilm"] = Field(
+        default="class",
+        description="what means hang on: the class, nothing, or a feature of the caption (cross moments)",
     )
     ridge: Rate = Field(default=1e-3, description="lambda of the regression on caption features")
     text_quantile: Fraction = Field(default=0.99, description="R_txt: 1.1 x this quantile of the prompts' norms")
@@ -213,10 +215,19 @@ class Sample(Section):
     t0: Start | Literal["plateau"] = Field(
         default=0.2, description="start time of port = 'guide'; plateau: the latest that costs public quality nothing"
     )
+    tilt: Literal["released", "zero", "random", "public"] = Field(
+        default="released",
+        description="mean of the tilted start; or a control: none, a random one as long, that of the public set",
+    )
     batch: Count = 500
 
 
 class Evaluate(Section):
+    probe: Literal["convolutional", "linear"] = Field(
+        default="convolutional",
+        description="classifiers trained on images, or a linear one on a frozen encoder's features",
+    )
+    clip: str = Field(default="", description="of a linear probe: a CLIP model's folder or id; empty: Inception")
     probe_steps: Count = 1_500
     probe_batch: Count = 128
     seeds: Count = 1
@@ -251,14 +262,13 @@ class Sd3(Section):
     t5: bool = Field(default=True, description="use the third text encoder: 9 GB more while captions are read, once")
     tokens: Count = Field(default=77, description="of a caption that the third text encoder sees")
     prior: Count = Field(default=10, description="images a class drawn from the frozen model, for every calibration")
-    per_class: Annotated[int, Field(ge=1)] = Field(
-        default=500, description="with at least so many declared records a class its own mean is released, else one"
-    )
     radius_quantile: Fraction = Field(
         default=0.99, description="R: this quantile of the prior's codes' norms; every code is brought within it"
     )
     rank: Count = Field(default=16, description="of the adapters that DP-SGD or distillation trains; alpha is the same")
-    checkpoint: bool = Field(default=False, description="recompute blocks in the backward pass: less memory, slower")
+    checkpoint: bool = Field(
+        default=True, description="run blocks again in the backward pass: less memory and less rounding, slower"
+    )
 
 
 class Rival(Section):
@@ -339,9 +349,15 @@ class Recipe(Section):
                 raise ValueError(f"run.method = {self.run.method!r} knows classes alone: leave private.slots out")
             if self.sample.port != "weights":
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: leave sample.port out")
+            if self.sd3.model and self.run.method != "private-evolution":
+                raise ValueError(f"run.method = {self.run.method!r} trains a network of its own: leave sd3.model out")
+            if self.sd3.model:
+                self._fits_frozen_model()
             return self
         if self.run.method == "from-scratch":
             self._has_no_public_data()
+        if self.sd3.model:
+            self._fits_frozen_model()
         if self.release.weight == 0 and self.release.sigma is None and self.dpsgd.steps == 0:
             raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
         if self.release.weight == 0 and self.release.sigma is None and self.sample.port != "weights":
@@ -356,6 +372,23 @@ class Recipe(Section):
         if self.dpsgd.steps and self.dpsgd.weight == 0 and self.dpsgd.sigma is None:
             raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
         return self
+
+    def _fits_frozen_model(self) -> None:
+        if self.run.method == "from-scratch" or self.latent.d is not None or self.public.data:
+            raise ValueError(
+                "sd3.model brings its own code and public set: leave out public.data, latent.d and 'from-scratch'"
+            )
+        if self.image.channels != 3 or self.image.size is None:
+            raise ValueError("sd3.model draws colour: set image.channels = 3 and image.size")
+        if self.private.caption == OWN_TEXT or self.release.condition not in ("class", "global"):
+            raise ValueError(
+                "sd3.model knows the captions of a template alone: leave {text} out, and set release.condition to "
+                "'global' or 'class'"
+            )
+        if self.privacy.mode == "paper" and self.release.covariance != "public":
+            raise ValueError(
+                "sd3.model's codes are too large for the paper's covariance: set release.covariance = 'public'"
+            )
 
     def _has_no_public_data(self) -> None:
         wanted = {"release.weight": 0, "release.sigma": None, "pretrain.steps": 0, "dpsgd.clip_quantile": 0}
@@ -378,8 +411,11 @@ class Recipe(Section):
         tree["private"]["slots"] = list(self.private.slots.items())  # their order is the captions' order
         if self.run.method not in RIVALS:
             tree.pop("rival")
-        if self.run.method == "private-evolution":  # candidates are drawn as images are
-            tree["prior"] = {"steps": self.sample.steps, "batch": self.sample.batch}
+        if not self.sd3.model:
+            tree.pop("sd3")
+        if self.run.method == "private-evolution" or self.sd3.model:  # some public images are drawn as others are
+            drawn = ("steps", "batch", "guidance") if self.sd3.model else ("steps", "batch")
+            tree["prior"] = {key: getattr(self.sample, key) for key in drawn}
         for section, name in (("run", "title"), ("run", "compile"), ("dpsgd", "micro_batch")):
             tree[section].pop(name)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
@@ -390,7 +426,12 @@ class Recipe(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
-BUILT_IN = ("demo", "small")
+BUILT_IN = ("demo", "small", "sd3-guide", "sd3-lora", "sd3-distill", "sd3-evolve")
+
+
+def model_name(model: str) -> str:
+    """What may be published of `sd3.model`: a hub id as it is, of a folder on this machine its last part."""
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model
 
 
 def load(path: str | Path | None, settings: tuple[str, ...] = ()) -> Recipe:

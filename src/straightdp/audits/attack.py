@@ -27,7 +27,7 @@ from straightdp.errors import BadInput
 from straightdp.files import write_durably
 from straightdp.folder import RunFolder
 from straightdp.generator import Generator
-from straightdp.nets.mmdit import MMDiT
+from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.planted import Planted, coins
 from straightdp.privacy.workload import Certificate
 from straightdp.progress import say, tracker
@@ -126,7 +126,7 @@ def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: l
     generator = Generator.load(inputs.folder.release, inputs.device)
     probes = membership.probes(section.draws, inputs.space.shape, inputs.recipe.run.seed, inputs.device)
 
-    def scores_of(net: MMDiT) -> Scores:
+    def scores_of(net: VelocityNet) -> Scores:
         def scores(z: Tensor, y: Tensor) -> np.ndarray:
             ids = inputs.conditioning.ids(torch.device("cpu"))[y]
             return membership.residual_scores(half(net.eval()), inputs.space.encode(z), ids, probes)

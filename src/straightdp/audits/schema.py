@@ -15,6 +15,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 KNOWN: dict[str, tuple[str, float]] = {
     "release/means": ("gaussian", math.sqrt(1.25)),
+    "release/mean": ("gaussian", 1.0),
     "release/cross": ("gaussian", math.sqrt(2)),
     "release/covariance": ("gaussian", 1.0),
     "release/trace": ("gaussian", 1.0),

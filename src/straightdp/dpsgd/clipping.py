@@ -18,7 +18,7 @@ padded record contributes zero; a batch without records sums to zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from straightdp.compiled import Compiled
-from straightdp.dpsgd.factors import Factor
-from straightdp.dpsgd.uses import Use, Uses
+from straightdp.dpsgd.backward import Kept, Pass
 from straightdp.errors import BadInput
 
 MARGIN = 1 - 1e-5  # for the factor and the norm's square root
@@ -72,13 +71,22 @@ class ClippingEngine:
     """Clips the gradients of `losses(*batch)` with respect to the trainable parameters of `net`.
 
     `preflight` must see a batch (public, or made up) before the first call: it refuses by name what cannot be clipped
-    exactly. `compile` traces and compiles the whole step for each batch shape, and changes no value beyond rounding.
+    exactly. `compile` traces and compiles the whole step for each batch shape, and changes no value beyond rounding;
+    nor does computing `blocks`, modules of the network, a second time in the backward pass, which saves memory.
     """
 
-    def __init__(self, net: nn.Module, losses: RecordLosses, clip: float, *, compile: bool = False):
+    def __init__(
+        self,
+        net: nn.Module,
+        losses: RecordLosses,
+        clip: float,
+        *,
+        compile: bool = False,
+        blocks: Iterable[nn.Module] = (),
+    ):
         if not (math.isfinite(clip) and clip > 0):
             raise BadInput(f"the clip must be a positive number, it is {clip}")
-        self.net, self.losses, self._clip = net, losses, clip
+        self.net, self.losses, self._clip, self.blocks = net, losses, clip, tuple(blocks)
         self.trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise BadInput("the network has no trainable parameter: nothing to clip")
@@ -126,11 +134,13 @@ class ClippingEngine:
         if n < 2:
             raise BadInput("preflight needs at least two records, to see that they do not mix")
         with self._moved_weights(), self._same_buffers(), _full_products():
-            uses, _ = self._forward(batch, n)
-            close = BFLOAT16 if any(use.tensor.dtype.itemsize == 2 for use in uses) else FLOAT32
+            once, _ = self._backward(batch, torch.ones(n, device=batch[0].device))
+            dtypes = once.dtypes | {p.dtype for p in self.net.parameters()}
+            close = BFLOAT16 if any(dtype.itemsize == 2 for dtype in dtypes) else FLOAT32
             felt: set[str] = set()
             for order in (batch, tuple(x.flip(0) for x in batch)):
-                losses = self._forward(order, n)[1].detach()
+                with torch.no_grad():
+                    losses = self.losses(*order)
                 for i in range(n):
                     felt |= self._check_record(order, i, losses, close)
         for name in self.trainable:
@@ -139,8 +149,7 @@ class ClippingEngine:
                     f"parameter {name} has no gradient on the batch that preflight was given: give it another"
                 )
         self._checked = self._condition()
-        kinds = {name: use.kind for use in uses for name in use.names}
-        return [Coverage(name, tuple(p.shape), kinds[name]) for name, p in self.trainable.items()]
+        return [Coverage(name, tuple(p.shape), once.kinds[name]) for name, p in self.trainable.items()]
 
     def _condition(self) -> tuple:
         """What must not change between preflight and a call: modes, and which tensors are trained."""
@@ -224,66 +233,16 @@ class ClippingEngine:
             finite = not self._step.enabled and bool(torch.isfinite(bound).all())  # a compiled step does not ask
             return torch.cat([value.flatten() for value in self._collect(factors, factor, finite=finite)]), norms
 
-    def _collect(self, factors: dict[tuple[str, ...], Factor], factor: Tensor, *, finite: bool = False) -> list[Tensor]:
+    def _collect(self, factors: dict[tuple[str, ...], Kept], factor: Tensor, *, finite: bool = False) -> list[Tensor]:
         sums: dict[str, Tensor] = {}
         for names, value in factors.items():
             sums.update(zip(names, value.weighted(factor, finite=finite), strict=True))
         return [sums[name].reshape(p.shape) for name, p in self.trainable.items()]
 
-    def _backward(self, batch: tuple[Tensor, ...], mask: Tensor) -> tuple[list[Use], dict[tuple[str, ...], Factor]]:
-        """One forward and one backward pass; weight gradients are never formed."""
-        uses, losses = self._forward(batch, len(mask))
-        with torch.enable_grad():
-            total = torch.where(mask > 0, losses, 0.0).sum()
-        parameters = self.parameters()
-        values = torch.autograd.grad(total, [use.tensor for use in uses] + parameters, allow_unused=True)
-        for name, value in zip(self.trainable, values[len(uses) :], strict=True):
-            if value is not None:
-                raise BadInput(
-                    f"parameter {name} reaches the loss by a way that cannot be split into records: freeze it"
-                )
-        factors: dict[tuple[str, ...], Factor] = {}
-        for use, g in zip(uses, values, strict=False):
-            if g is None:
-                raise BadInput(f"parameter {use.names[0]} does not reach the loss: freeze it")
-            for names, factor in use.factors(g.detach()).items():
-                factors[names] = _joined(names, factors.get(names), factor)
-        covered = [name for names in factors for name in names]
-        for name in self.trainable:
-            if covered.count(name) != 1:
-                raise BadInput(f"parameter {name} is used in two different ways at once: untie it, or freeze it")
-        return uses, factors
-
-    def _forward(self, batch: tuple[Tensor, ...], n: int) -> tuple[list[Use], Tensor]:
-        watch = Uses(self.trainable, n)
-        try:
-            with torch.enable_grad(), watch:
-                losses = self.losses(*batch)
-        except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error) or not watch.found:
-                raise
-            raise BadInput(_in_place(watch.found[-1])) from None
-        if losses.shape != (n,):
-            raise BadInput(f"expected one loss for each of {n} records, got shape {tuple(losses.shape)}")
-        for use in watch.found:
-            if use.tensor._version != use.version:
-                raise BadInput(_in_place(use))
-        used = {name for use in watch.found for name in use.names}
-        for name in self.trainable:
-            if name not in used:
-                raise BadInput(
-                    f"parameter {name} was not seen in a known layer (it is unused, or used through a view or an "
-                    "operation that hides it): freeze it, or use it through a known layer"
-                )
-        if not losses.requires_grad:
-            raise BadInput(f"parameter {next(iter(self.trainable))} does not reach the loss: freeze it")
-        return watch.found, losses
-
-
-def _in_place(use: Use) -> str:
-    return (
-        f"the output of the layer with {use.names[0]} is changed in place: use the variant that is not (inplace=False)"
-    )
+    def _backward(self, batch: tuple[Tensor, ...], mask: Tensor) -> tuple[Pass, dict[tuple[str, ...], Kept]]:
+        once = Pass(self.trainable, len(mask), self.blocks)
+        once(self.losses, batch, mask)
+        return once, once.factors
 
 
 def _louder(x: Tensor, others: Tensor) -> Tensor:
@@ -296,7 +255,7 @@ def _louder(x: Tensor, others: Tensor) -> Tensor:
     return x * scale.to(x.dtype)
 
 
-def gradient_norms(factors: list[Factor]) -> tuple[Tensor, Tensor]:
+def gradient_norms(factors: list[Kept]) -> tuple[Tensor, Tensor]:
     """(gradient norms, the same raised by a bound on their rounding), per record."""
     pairs = [factor.norms() for factor in factors]
     squared = torch.stack([pair[0] for pair in pairs]).sum(dim=0).clamp_min(0)
@@ -308,14 +267,6 @@ def clip_factor(bound: Tensor, mask: Tensor, clip: float) -> Tensor:
     """What each record's gradient is multiplied by, from its norm's upper bound; zero for what must not contribute."""
     usable = torch.isfinite(bound) & (mask > 0)
     return torch.where(usable, (clip * MARGIN / bound.clamp_min(1e-30)).clamp_max(1.0), 0.0)
-
-
-def _joined(names: tuple[str, ...], before: Factor | None, factor: Factor) -> Factor:
-    if before is None:
-        return factor
-    if type(before) is not type(factor):
-        raise BadInput(f"parameter {names[0]} is used in two different ways at once: untie it, or freeze it")
-    return before.joined(factor)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from straightdp.dpsgd.planner import edges
 from straightdp.flow.fit import fit
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import Draws, TorchDraws, interpolate, velocity
-from straightdp.nets.mmdit import MMDiT
+from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.vault import MicroBatch, Vault
 from straightdp.privacy.workload import GRADIENTS, Shape, bucket_id
 from straightdp.recipe import DpSgd
@@ -44,7 +44,7 @@ def buckets(t_min: float, shape: Shape) -> list[Bucket]:
     return [Bucket(ends[i], ends[i + 1], shape[i], bucket_id(i, k)) for i in range(k)]
 
 
-def record_losses(net: MMDiT) -> RecordLosses:
+def record_losses(net: VelocityNet) -> RecordLosses:
     """Equation (1) averaged over k draws, times a record's weight (n,).
 
     z is (n, ...), captions (n, k, length), t (n, k), xi (n, k, ...).
@@ -93,20 +93,18 @@ def micro_batch(section: DpSgd, n: int, size: int, rows: int) -> int:
     return math.ceil(whole / parts / 8) * 8
 
 
-def rows_at_once(net: MMDiT, device: torch.device) -> int:
+def rows_at_once(net: VelocityNet, device: torch.device) -> int:
     """Draws in one forward pass: on a CPU what its caches like, on a GPU what its memory holds, while it helps."""
     if device.type != "cuda":
         return 512
-    tokens = math.prod(net.grid) + net.section.caption_length
-    row = ROW_BYTES * tokens * net.section.width * net.section.depth
-    return max(64, min(8192, int(0.6 * torch.cuda.mem_get_info(device)[0] / row)))
+    return max(64, min(8192, int(0.6 * torch.cuda.mem_get_info(device)[0] / (ROW_BYTES * net.work))))
 
 
 ROW_BYTES = 80  # of a step's memory, for each token, channel and block of a draw; 62 were measured
 
 
 def train(
-    net: MMDiT,
+    net: VelocityNet,
     vault: Vault,
     null: Tensor,
     section: DpSgd,
@@ -115,14 +113,16 @@ def train(
     t_min: float,
     shape: Shape,
     compile: bool,
+    recompute: bool = False,
     checkpoint: Path,
     identity: str,
     team: Team,
     track,
 ) -> None:
-    """Spend the declared steps, buckets taking turns, and leave the EMA weights in `net`. `null` is one row of ids."""
+    """Spend the declared steps, buckets taking turns, and leave the EMA weights in `net`. `null` is one row of ids;
+    `recompute` runs the network's blocks again in the backward pass instead of remembering them."""
     parts = buckets(t_min, shape)
-    engine = ClippingEngine(net, record_losses(net), clip, compile=compile)
+    engine = ClippingEngine(net, record_losses(net), clip, compile=compile, blocks=net.blocks if recompute else ())
     engine.preflight(made_up(net, null, section, parts[0]))
     size = micro_batch(section, vault.n, team.size, rows_at_once(net, null.device))
 
@@ -158,8 +158,8 @@ def train(
     )
 
 
-def made_up(net: MMDiT, null: Tensor, section: DpSgd, bucket: Bucket) -> tuple[Tensor, ...]:
+def made_up(net: VelocityNet, null: Tensor, section: DpSgd, bucket: Bucket) -> tuple[Tensor, ...]:
     """Three records of noise under captions of their own, for the engine's preflight."""
     draws = TorchDraws(torch.Generator(null.device).manual_seed(0))
-    captions = torch.arange(3 * null.shape[1], device=null.device).reshape(3, -1) % net.section.vocabulary
+    captions = torch.arange(3 * null.shape[1], device=null.device).reshape(3, -1) % net.vocabulary
     return draw(draws.normal((3, *net.shape)), captions, null, section, bucket, draws)

@@ -21,9 +21,10 @@ def on_grid(x: Tensor, bits: int) -> Tensor:
     return torch.round(x * 2.0**bits) / 2.0**bits
 
 
-def exact_bits(d: int, bound: float = 1.0) -> int:
-    """How many bits P may have, so that d products with numbers of z up to `bound` stay below 53 bits."""
-    return 52 - Z_BITS - math.ceil(math.log2(d * max(bound, 1.0)))
+def exact_bits(size: float, bound: float = 1.0) -> int:
+    """How many bits numbers may have whose sizes add up to `size`, so that the sum of their products with numbers of
+    z, each up to `bound`, stays below 53 bits."""
+    return 52 - Z_BITS - math.ceil(math.log2(size * max(bound, 1.0)))
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def fit_basis(z: Tensor, labels: Tensor, section: Release, bound: float = 1.0) -
     centred = z - mean
     if section.project:
         check_features(section.features, *z.shape)
-        _, vectors = torch.linalg.eigh(centred.T @ centred / len(z))
-        P = on_grid(vectors.flip(1)[:, : section.features].T.contiguous(), exact_bits(z.shape[1], bound))
+        size = 1.001 * math.sqrt(z.shape[1])  # the sizes in a row of unit length, rounded, add up to no more
+        P = on_grid(_directions(centred, section.features), exact_bits(size, bound))
     else:
         P = torch.eye(z.shape[1], dtype=torch.float64)
     features = centred @ P.T
@@ -94,3 +95,12 @@ def fit_basis(z: Tensor, labels: Tensor, section: Release, bound: float = 1.0) -
         widest_residual=quantile(residuals, 0.99),
         image_radius=quantile(centred, section.radius_quantile),
     )
+
+
+def _directions(centred: Tensor, p: int) -> Tensor:
+    """The p directions of largest variance of (n, d) rows, (p, d), without a d x d matrix where n < d."""
+    n, d = centred.shape
+    if d <= n:
+        return torch.linalg.eigh(centred.T @ centred / n).eigenvectors.flip(1)[:, :p].T.contiguous()
+    weights = torch.linalg.eigh(centred @ centred.T / n).eigenvectors.flip(1)[:, :p]
+    return torch.linalg.qr(centred.T @ weights).Q.T.contiguous()

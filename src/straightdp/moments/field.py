@@ -10,7 +10,7 @@ with the number of classes beside the responsibilities themselves, (n, Y), is ma
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,13 +25,17 @@ BLOCK = 2**22  # numbers that one block of classes may take: 32 MiB in float64
 
 @dataclass(frozen=True)
 class MomentModel:
-    """mu (Y, d); V (Y or 1, d, r); lam (Y or 1, r), the excess over the floor; prior (Y,). A released value."""
+    """mu (Y, d); V (Y or 1, d, r); lam (Y or 1, r), the excess over the floor; prior (Y,). A released value.
+
+    `public` (d,) is the mean of public records, for a control; the model itself knows nothing of it.
+    """
 
     mu: Tensor
     V: Tensor
     lam: Tensor
     prior: Tensor
     floor: float
+    public: Tensor | None = None
 
     @classmethod
     def from_features(
@@ -41,7 +45,7 @@ class MomentModel:
         values, vectors = torch.linalg.eigh(covariance)
         rank = min(rank, values.shape[-1])
         V = basis.P.T @ vectors[..., -rank:]
-        return cls._build(basis.lift(means), V, values[..., -rank:], counts, floor)
+        return cls._build(basis, means, V, values[..., -rank:], counts, floor)
 
     @classmethod
     def from_full(
@@ -50,7 +54,7 @@ class MomentModel:
         """From feature means and one d x d covariance."""
         values, vectors = torch.linalg.eigh(project_psd(covariance))
         rank = min(rank, len(values))
-        return cls._build(basis.lift(means), vectors[None, :, -rank:], values[None, -rank:], counts, floor)
+        return cls._build(basis, means, vectors[None, :, -rank:], values[None, -rank:], counts, floor)
 
     @classmethod
     def kernels(cls, z: Tensor, h: float) -> MomentModel:
@@ -62,27 +66,47 @@ class MomentModel:
         return cls(z, z.new_zeros(1, d, 0), z.new_zeros(1, 0), z.new_full((n,), 1 / n), h**2)
 
     @classmethod
-    def _build(cls, mu: Tensor, V: Tensor, values: Tensor, counts: Tensor, floor: float) -> MomentModel:
-        lam = (values - floor).clamp_min(0.0)
-        prior = counts / counts.sum()
-        return cls(mu.float(), V.float().contiguous(), lam.float(), prior.float(), floor)
+    def _build(
+        cls, basis: Basis, means: Tensor, V: Tensor, values: Tensor, counts: Tensor, floor: float
+    ) -> MomentModel:
+        lam, prior, mu = (values - floor).clamp_min(0.0), counts / counts.sum(), basis.lift(means)
+        return cls(mu.float(), V.float().contiguous(), lam.float(), prior.float(), floor, basis.mean.float())
 
     def to(self, device: torch.device) -> MomentModel:
-        return MomentModel(
-            self.mu.to(device), self.V.to(device), self.lam.to(device), self.prior.to(device), self.floor
-        )
+        public = None if self.public is None else self.public.to(device)
+        mu, V, lam, prior = (part.to(device) for part in (self.mu, self.V, self.lam, self.prior))
+        return MomentModel(mu, V, lam, prior, self.floor, public)
+
+    def tilted(self, tilt: str, seed: int) -> MomentModel:
+        """The same with other means: the controls of a tilted start. `released` leaves them.
+
+        zero: none; random: one direction for all, of `seed`, each as long as the class's own; public: the mean of the
+        public records, ValueError where it is not known.
+        """
+        if tilt == "released":
+            return self
+        if tilt == "zero":
+            return replace(self, mu=torch.zeros_like(self.mu))
+        if tilt == "public":
+            if self.public is None:
+                raise ValueError("the public mean is not part of this release")
+            return replace(self, mu=self.public.expand_as(self.mu).contiguous())
+        direction = torch.randn(self.mu.shape[1], generator=torch.Generator().manual_seed(seed)).to(self.mu)
+        return replace(self, mu=self.mu.norm(dim=1, keepdim=True) * direction / direction.norm())
 
     def under(self, labels: tuple[int, ...]) -> MomentModel:
         """One component a caption, given each caption's class: captions of a class share its moments and its prior."""
         rows = torch.tensor(labels, device=self.mu.device)
         share = torch.bincount(rows, minlength=len(self.mu))[rows]
         own = rows if len(self.V) > 1 else torch.zeros(1, dtype=torch.int64, device=rows.device)
-        return MomentModel(self.mu[rows], self.V[own], self.lam[own], self.prior[rows] / share, self.floor)
+        prior = self.prior[rows] / share
+        return MomentModel(self.mu[rows], self.V[own], self.lam[own], prior, self.floor, self.public)
 
     def save(self, path: Path) -> None:
         from safetensors.torch import save_file
 
         tensors = {"mu": self.mu, "V": self.V, "lam": self.lam, "prior": self.prior}
+        tensors |= {} if self.public is None else {"public": self.public}
         save_file(tensors, path, metadata={"floor": repr(self.floor)})
 
     @classmethod
@@ -90,7 +114,7 @@ class MomentModel:
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in ("mu", "V", "lam", "prior")}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
             return cls(floor=float(file.metadata()["floor"]), **tensors)
 
     def _of(self, table: Tensor, y: Tensor | slice) -> Tensor:

@@ -107,16 +107,27 @@ def lipschitz(kernels: MomentModel, x: Tensor, t: Tensor, iterations: int = 12) 
 
 def public_moments(z: Tensor, labels: Tensor, basis: Basis, section: Release) -> MomentModel:
     """The moment model that a release of the public records themselves would give without noise."""
+    means, residuals, y, counts = _around_means(z, labels, basis)
+    if section.covariance == "residual":
+        groups = [residuals[y == k] for k in range(len(means))]
+        covariance = torch.stack([group.T @ group / len(group) for group in groups])
+    else:
+        covariance = public_spread(z, labels, basis)
+    return MomentModel.from_features(basis, means, covariance, counts.double(), section.rank, section.floor)
+
+
+def public_spread(z: Tensor, labels: Tensor, basis: Basis) -> Tensor:
+    """The covariance of public records' features around their classes' means, (1, p, p)."""
+    _, residuals, _, _ = _around_means(z, labels, basis)
+    return (residuals.T @ residuals / len(residuals))[None]
+
+
+def _around_means(z: Tensor, labels: Tensor, basis: Basis) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The classes' feature means, each record's residual and class, and the classes' sizes."""
     f = basis.features(z.flatten(1).double().cpu())
     present, y, counts = labels.cpu().unique(return_inverse=True, return_counts=True)
     means = torch.stack([f[y == k].mean(dim=0) for k in range(len(present))])
-    residuals = f - means[y]
-    if section.covariance == "shared":
-        covariance = (residuals.T @ residuals / len(f))[None]
-    else:
-        groups = [residuals[y == k] for k in range(len(present))]
-        covariance = torch.stack([group.T @ group / len(group) for group in groups])
-    return MomentModel.from_features(basis, means, covariance, counts.double(), section.rank, section.floor)
+    return means, f - means[y], y, counts
 
 
 def running_mean(times: Tensor, values: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The moment release: which mechanisms it declares, and how their noisy sums become a moment model.
 
-First the means, per class (counts and sums) or as a linear function of caption features (cross moments, equation 5).
-Then the spread:
+First the means: per class (counts and sums), one for all records, or as a linear function of caption features (cross
+moments, equation 5). Then the spread:
 residual: around the released means, second moments (one a class; one for all captions) and one trace.
-shared:   one second moment for all, in the public basis (paper mode: of whole records).
+shared:   one second moment for all, in the public basis (paper mode: of whole records);
+public:   that of public records around their classes' means, which costs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import ReleasePart
 from straightdp.recipe import RIVALS, Recipe, Release
 
-MEANS, CROSS, COVARIANCE, TRACE = "release/means", "release/cross", "release/covariance", "release/trace"
+MEANS, MEAN, CROSS = "release/means", "release/mean", "release/cross"
+COVARIANCE, TRACE = "release/covariance", "release/trace"
 TRACE_PART = 0.01
 
 
@@ -34,13 +36,18 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
     section, paper = recipe.release, recipe.privacy.mode == "paper"
     if recipe.run.method in RIVALS or (section.weight == 0 and section.sigma is None):
         return ()
-    means, rest = section.means_share, 1 - section.means_share
-    if section.condition == "class":
+    means = 1.0 if section.covariance == "public" else section.means_share
+    rest = 1 - means
+    if section.condition == "global":
+        parts = [ReleasePart(MEAN, "sum of all records' features", 2.0 if paper else 1.0, means)]
+    elif section.condition == "class":
         bound = 2.0 if paper else statistics.PAIR_BOUND
         parts = [ReleasePart(MEANS, "class counts and feature sums", bound, means)]
     else:
         bound = statistics.CROSS_REPLACE_BOUND if paper else statistics.CROSS_BOUND
         parts = [ReleasePart(CROSS, "cross moments of features and captions", bound, means)]
+    if section.covariance == "public":
+        return tuple(parts)
     if residual(recipe):
         parts.append(ReleasePart(COVARIANCE, "second moments around the released means", 1.0, rest * (1 - TRACE_PART)))
         parts.append(ReleasePart(TRACE, "mean squared distance from the released means", 1.0, rest * TRACE_PART))
@@ -78,11 +85,19 @@ class Means:
 
 
 def run_release(
-    recipe: Recipe, basis: Basis, vault: Vault, stds: dict[str, float], prompts: Prompts | None = None
+    recipe: Recipe,
+    basis: Basis,
+    vault: Vault,
+    stds: dict[str, float],
+    prompts: Prompts | None = None,
+    public: Tensor | None = None,
 ) -> MomentModel:
-    """Execute every declared mechanism of the release, once each. `stds` are the declared noise deviations."""
+    """Execute every declared mechanism of the release, once each. `stds` are the declared noise deviations; `public`
+    is the spread of public records, (1, p, p), where no other is released."""
     section, tight = recipe.release, recipe.privacy.mode == "tight"
-    if prompts is None:
+    if section.condition == "global":
+        means = one_mean(torch.from_numpy(vault.gaussian_sum(MEAN, statistics.global_mean(basis)))[0], basis, vault.n)
+    elif prompts is None:
         noisy = torch.from_numpy(vault.gaussian_sum(MEANS, statistics.class_moments(basis, vault.classes)))
         means = class_means(noisy, basis, section, stds[MEANS], shrink=tight)
     else:
@@ -90,7 +105,9 @@ def run_release(
         noisy = torch.from_numpy(vault.gaussian_sum(CROSS, statistics.cross_moments(basis, prompts.text, width)))[0]
         edge = stds[CROSS] / vault.n if tight else 0.0
         means = caption_means(regress(noisy / vault.n, basis, prompts.text, section.ridge, edge), prompts)
-    if residual(recipe):
+    if public is not None:
+        covariance = public
+    elif residual(recipe):
         covariance = _residual_covariance(vault, basis, means, section, stds)
     elif tight:
         second = torch.from_numpy(vault.gaussian_sum(COVARIANCE, statistics.shared_second_moment(basis)))[0]
@@ -121,6 +138,12 @@ def class_means(noisy: Tensor, basis: Basis, section: Release, std: float, *, sh
         means = overall + deviation * (1 - noise / power.clamp_min(1e-300)).clamp(0.0, 1.0)
     between = torch.einsum("y,yi,yj->ij", counts / counts.sum(), means, means)
     return Means(counts, means, between, means.__getitem__)
+
+
+def one_mean(noisy: Tensor, basis: Basis, n: int) -> Means:
+    """The mean of all records, which is then every class's."""
+    mean = (noisy * basis.radius / n)[None]
+    return Means(torch.tensor([float(n)]).double(), mean, mean.T @ mean, lambda y: mean.expand(len(y), -1))
 
 
 def caption_means(regression: Regression, prompts: Prompts) -> Means:

@@ -33,6 +33,16 @@ def class_moments(basis: Basis, classes: int) -> RowSum:
     return RowSum(vectors, 1 + len(basis.P), PAIR_BOUND, classes, PAIR_REPLACE_BOUND)
 
 
+def global_mean(basis: Basis) -> RowSum:
+    """One sum of clipped features over all records, f / R: N is declared, so nothing is counted."""
+
+    def vectors(z: Tensor, y: Tensor) -> Tensor:
+        f = basis.features(z) / basis.radius
+        return f * (1 / f.norm(dim=1, keepdim=True).clamp_min(1e-300)).clamp_max(1.0)
+
+    return RowSum(vectors, len(basis.P), 1.0)
+
+
 def cross_moments(basis: Basis, text: TextBasis, width: int) -> RowSum:
     """The whitened cross moments of equation (5), both blocks in one vector: f e^T / R_feat R_txt and e e^T / R_txt^2.
 

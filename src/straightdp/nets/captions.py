@@ -9,6 +9,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,27 @@ from torch import Tensor, nn
 from straightdp.errors import BadInput
 
 PAD = 0
+
+
+class CaptionIds(Protocol):
+    """What turns captions into a network's ids: a tokenizer, or the rows of a prompt table."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def words(self) -> tuple[str, ...]: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def encode(self, captions: tuple[str, ...]) -> Tensor:
+        """(n, length)."""
+        ...
+
+    def null(self) -> Tensor:
+        """(length,), of no caption."""
+        ...
 
 
 @dataclass(frozen=True)

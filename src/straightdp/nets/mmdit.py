@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from straightdp.nets.captions import CaptionEncoder
 from straightdp.nets.constraints import cap, within
+from straightdp.nets.velocity import VelocityNet
 from straightdp.recipe import Net
 
 
@@ -97,7 +98,7 @@ class Block(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-class MMDiT(nn.Module):
+class MMDiT(VelocityNet):
     """v_theta(x, t, c) for records of shape (C, H, W); caption ids of shape (n, length)."""
 
     def __init__(self, section: Net, shape: tuple[int, int, int]):
@@ -105,6 +106,8 @@ class MMDiT(nn.Module):
         channels, height, width_px = shape
         self.section, self.shape = section, shape
         self.grid = (height // section.patch, width_px // section.patch)
+        self.vocabulary = section.vocabulary
+        self.work = (math.prod(self.grid) + section.caption_length) * section.width * section.depth
         self.caption_encoder = CaptionEncoder(section.vocabulary, section.caption_length, section.caption_width)
         width, values = section.width, channels * section.patch**2
         self.patch_in = nn.Linear(values, width)

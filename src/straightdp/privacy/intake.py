@@ -13,7 +13,7 @@ from straightdp.data.captions import Template
 from straightdp.data.records import Records
 from straightdp.errors import BadInput
 from straightdp.moments.text import Featuriser
-from straightdp.nets.captions import Tokenizer
+from straightdp.nets.captions import CaptionIds
 from straightdp.nets.spaces import Space
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.measures import Measures
@@ -74,7 +74,7 @@ class Intake:
         diagnostics: Path,
         *,
         space: Space,
-        tokenizer: Tokenizer,
+        tokenizer: CaptionIds,
         featuriser: Featuriser | None = None,
         team: Team = ALONE,
     ) -> Vault:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from straightdp.flow.fit import step_generator
 from straightdp.flow.path import interpolate, noise_like
-from straightdp.flow.sampler import Network, euler
+from straightdp.flow.sampler import Network, euler, guided
 from straightdp.nets.spaces import Space
 from straightdp.progress import Track, quiet
 
@@ -147,7 +147,8 @@ def resample(weights: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class FlowPrior:
-    """A pretrained network as the prior: v_theta under fixed captions, without guidance.
+    """A pretrained network as the prior: v_theta under fixed captions, without guidance unless a null caption and a
+    weight are given for it.
 
     `captions` are ids, (M, length). The null caption alone (M = 1) makes a prior that knows no classes; with M, block
     k of every n pictures is drawn and varied under caption k, so that in `evolve` M = classes gives each class the
@@ -157,9 +158,18 @@ class FlowPrior:
     """
 
     def __init__(
-        self, net: Network, captions: Tensor, space: Space, *, steps: int, batch: int, device: torch.device
+        self,
+        net: Network,
+        captions: Tensor,
+        space: Space,
+        *,
+        guidance: tuple[Tensor, float] | None = None,
+        steps: int,
+        batch: int,
+        device: torch.device,
     ) -> None:
         self._net, self._space, self._device = net, space, device
+        self._null, self._weight = guidance or (captions[:1].to(device), 1.0)
         self._captions = captions.to(device)
         self._steps, self._batch = steps, batch
 
@@ -183,6 +193,6 @@ class FlowPrior:
         steps = max(1, round(self._steps * (1 - t)))
         found = []
         for part, caption in zip(x.split(self._batch), ids.split(self._batch), strict=True):
-            end = euler(lambda x, at, ids=caption: self._net(x, at, ids), part, steps, t)
+            end = euler(guided(self._net, caption, self._null, self._weight), part, steps, t)
             found.append(self._space.decode(end).cpu())
         return torch.cat(found)

@@ -16,12 +16,14 @@ from torch import Tensor
 from straightdp.data import synthetic
 from straightdp.data.records import to_pixels, to_z
 from straightdp.files import write_durably, write_text
-from straightdp.generator import Generator
 from straightdp.metrics import inception
+from straightdp.metrics.image_encoder import find_encoder
 from straightdp.metrics.label_aware import mean_of
-from straightdp.metrics.probe import PROBES, fit_probe
+from straightdp.metrics.linear_probe import fit_linear
+from straightdp.metrics.probe import PROBES, Predict, fit_probe
 from straightdp.moments.field import MomentModel
 from straightdp.progress import tracker
+from straightdp.recipe import Recipe
 from straightdp.stages.inputs import Inputs
 
 TRAINING = "real private training records"
@@ -34,11 +36,19 @@ NO_WEIGHTS = (
     "Fréchet distance, precision and recall were not run: no Inception weights were found; "
     "`straightdp data get inception` fetches them."
 )
+NO_ENCODER = (
+    "No frozen image encoder was found for the linear probe, so a network of our own took its place; name a CLIP in "
+    "evaluate.clip, or fetch Inception with `straightdp data get inception`."
+)
 TOO_FEW = "Fréchet distance, precision and recall were not run: they need at least two synthetic images."
 NO_HOLDOUT = (
     "Nothing was measured: fewer than two real records are held out or were trained on, or the records are no images "
     "of at least 8 pixels."
 )
+
+
+FitClassifier = Callable[[Tensor, Tensor, int, int], Predict]
+"""(images, labels, number of classes, seed) to a classifier."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,12 @@ class ImageSet:
     y: Tensor
 
 
+def check(recipe: Recipe, device: torch.device) -> None:
+    """Refuse, before anything is spent, an encoder that is not to be had."""
+    if recipe.evaluate.probe == "linear" and recipe.evaluate.clip:
+        find_encoder(recipe.evaluate.clip, device)
+
+
 def run(inputs: Inputs) -> None:
     """Write `private/evaluation.json` and, of images, `private/neighbours.safetensors`."""
     folder, measures = inputs.folder, inputs.intake.measures
@@ -60,11 +76,13 @@ def run(inputs: Inputs) -> None:
         body["left_out"].append(NO_HOLDOUT)
         write_text(folder.evaluation, json.dumps(body, indent=1))
         return
-    sets = list(_image_sets(inputs))
-    body["scores"] = [*_scores(inputs, sets), *_slot_scores(inputs, sets[0])]
+    sets, classifiers = list(_image_sets(inputs)), _classifiers(inputs)
+    body["scores"] = [*_scores(inputs, sets, classifiers), *_slot_scores(inputs, sets[0], classifiers)]
+    if inputs.recipe.evaluate.probe == "linear" and len(classifiers.keys() & PROBES.keys()):
+        body["left_out"].append(NO_ENCODER)
     _write_closeness(inputs, sets[0])
     if inputs.thorough:
-        body["label_aware"] = _label_aware(inputs, sets)
+        body["label_aware"] = _label_aware(inputs, sets, next(iter(classifiers.values())))
         features = inception.find(inputs.device)
         if features is None:
             body["left_out"].append(NO_WEIGHTS)
@@ -95,7 +113,7 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
     pretrained = folder.checkpoints / "pretrained.safetensors"
     if inputs.thorough and pretrained.exists() and len(inputs.public):
         net = inputs.load_net(pretrained)
-        model = Generator(net.eval(), inputs.conditioning, moments, recipe.sample, space)
+        model = inputs.make_generator(net.eval(), inputs.conditioning, moments, recipe.sample, space)
         prompts = model.prompts(len(z), inputs.device)
         section = recipe.sample.model_copy(update={"port": "weights"})
         draws = model.draw(prompts, section, recipe.run.seed, tracker("public model"), compile=inputs.compile)
@@ -103,13 +121,31 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
         yield ImageSet("public model only", note, _on_grid(draws), labels[prompts.cpu()])
 
 
-def _scores(inputs: Inputs, sets: list[ImageSet]) -> Iterator[dict]:
+def _classifiers(inputs: Inputs) -> dict[str, FitClassifier]:
+    """What is trained on images and labels, by name: our own networks, or a linear map of frozen features."""
+    section, device = inputs.recipe.evaluate, inputs.device
+    encoder = find_encoder(section.clip, device) if section.probe == "linear" else None
+    if encoder is not None:
+
+        def linear(z: Tensor, y: Tensor, classes: int, seed: int) -> Predict:
+            predict = fit_linear(encoder(z, tracker("probe")), y, classes)
+            return lambda images: predict(encoder(images))
+
+        return {f"linear probe on {encoder.name}": linear}
+
+    def network(probe: str) -> FitClassifier:
+        return lambda z, y, classes, seed: fit_probe(z, y, classes, section, seed, device, probe)
+
+    return {probe: network(probe) for probe in (PROBES if inputs.thorough else list(PROBES)[:1])}
+
+
+def _scores(inputs: Inputs, sets: list[ImageSet], classifiers: dict[str, FitClassifier]) -> Iterator[dict]:
     """Accuracy on held-out records of each classifier trained on each set, of the first one first."""
     measures, classes, section = inputs.intake.measures, len(inputs.intake.classes), inputs.recipe.evaluate
-    for probe in PROBES if inputs.thorough else list(PROBES)[:1]:
+    for probe, classifier in classifiers.items():
 
-        def fit(z: Tensor, y: Tensor, seed: int, probe: str = probe):
-            return fit_probe(z, y, classes, section, seed, inputs.device, probe)
+        def fit(z: Tensor, y: Tensor, seed: int, classifier: FitClassifier = classifier):
+            return classifier(z, y, classes, seed)
 
         def score(name: str, note: str, run: Callable[[int], float], probe: str = probe) -> dict:
             return _summary(name, probe, note, [run(seed) for seed in range(section.seeds)])
@@ -121,29 +157,30 @@ def _scores(inputs: Inputs, sets: list[ImageSet]) -> Iterator[dict]:
             yield score("real private data", note, lambda s, fit=fit: measures.real_accuracy(lambda a, b: fit(a, b, s)))
 
 
-def _slot_scores(inputs: Inputs, synthetic_set: ImageSet) -> Iterator[dict]:
+def _slot_scores(inputs: Inputs, synthetic_set: ImageSet, classifiers: dict[str, FitClassifier]) -> Iterator[dict]:
     """How often the words of captions with several slots are found in the images made under them."""
     slots = inputs.intake.prompts.slots
+    probe, classifier = next(iter(classifiers.items()))
     for slot, (name, words) in enumerate(slots.items() if len(slots) > 1 else ()):
         said = _slot_values(inputs, slot)
 
         def fit(seed: int, words=words):
-            return lambda a, b: fit_probe(a, b, len(words), inputs.recipe.evaluate, seed, inputs.device)
+            return lambda a, b: classifier(a, b, len(words), seed)
 
         values = [
             inputs.intake.measures.agreement(fit(seed), [(synthetic_set.z, said)], slot)[0]
             for seed in range(inputs.recipe.evaluate.seeds)
         ]
         note = "found by a classifier trained on private records, as the caption says"
-        yield _summary(f"captions' {name}", "LeNet", note, values)
+        yield _summary(f"captions' {name}", probe, note, values)
 
 
-def _label_aware(inputs: Inputs, sets: list[ImageSet]) -> list[dict]:
+def _label_aware(inputs: Inputs, sets: list[ImageSet], classifier: FitClassifier) -> list[dict]:
     """Label consistency and domain rate of each set, then of held-out records and of public images."""
-    measures, section, device = inputs.intake.measures, inputs.recipe.evaluate, inputs.device
+    measures = inputs.intake.measures
 
     def fit_of(classes: int):
-        return lambda a, b: fit_probe(a, b, classes, section, 0, device)
+        return lambda a, b: classifier(a, b, classes, 0)
 
     public, classes = inputs.public.z(), len(inputs.intake.classes)
     found = measures.agreement(fit_of(classes), [(one.z, one.y) for one in sets], 0)

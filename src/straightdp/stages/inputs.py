@@ -20,10 +20,11 @@ from straightdp.flow.fit import StepGradients, fit, step_generator, trainable
 from straightdp.flow.loss import squared_error
 from straightdp.flow.sampler import Network
 from straightdp.folder import RunFolder
-from straightdp.generator import Conditioning
+from straightdp.generator import Conditioning, Generator
 from straightdp.moments.text import Featuriser
-from straightdp.nets.mmdit import MMDiT
+from straightdp.nets.backbone import Backbone, OwnNet
 from straightdp.nets.spaces import Pixels, Space
+from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.intake import Intake
 from straightdp.progress import say, tracker
 from straightdp.recipe import Recipe
@@ -44,12 +45,15 @@ class Inputs:
     featuriser: Featuriser | None = None  # what captions are to cross moments, if the release takes any
     team: Team = ALONE
     leak: float | None = None  # of an audit: its noise, as a part of what is declared; None is no audit
+    backbone: Backbone = field(default=None)  # type: ignore[assignment]  # left out, a network of our own
+    make_generator: Callable[..., Generator] = Generator
     space: Space = field(init=False)
     _public_z: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.space = Pixels(self.public.shape)
         self.public_ids = self.public_ids.to(self.device)
+        self.backbone = self.backbone or OwnNet(self.recipe.net)
 
     def enter(self, space: Space) -> None:
         """From here on the flow lives there."""
@@ -67,17 +71,20 @@ class Inputs:
         """Classes that public records have, as 0, 1, ... on the CPU."""
         return torch.from_numpy(self.public.labels).unique(return_inverse=True)[1]
 
-    def new_net(self) -> MMDiT:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.recipe.run.seed)
-            return MMDiT(self.recipe.net, self.space.shape).to(self.device)
+    def new_net(self) -> VelocityNet:
+        return self.backbone.new_net(self.space.shape, self.recipe.run.seed).to(self.device)
 
-    def load_net(self, path: Path) -> MMDiT:
+    def load_net(self, path: Path) -> VelocityNet:
         from safetensors.torch import load_file
 
         net = self.new_net()
-        net.load_state_dict(load_file(path))
+        self.backbone.restore(net, load_file(path))
         return net
+
+    def save_net(self, net: VelocityNet, path: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.backbone.state(net), path)
 
     @property
     def thorough(self) -> bool:
@@ -91,15 +98,17 @@ class Inputs:
 
 
 def public_key(inputs: Inputs, name: str) -> str:
-    """Of all that the stages `autoencode` and `pretrain` hang on: public records and a few settings."""
+    """Of all that the stages `autoencode`, `prior` and `pretrain` hang on: public records and a few settings."""
     recipe, public = inputs.recipe, inputs.public
-    sections = {"autoencode": ("latent",), "pretrain": ("latent", "net", "pretrain")}[name]
+    sections = {"autoencode": ("latent",), "prior": ("sd3", "sample"), "pretrain": ("latent", "net", "pretrain")}[name]
     settings = {part: getattr(recipe, part).model_dump(mode="json") for part in sections} | {"seed": recipe.run.seed}
     codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
     about = (
         __version__,
         json.dumps(settings, sort_keys=True),
         codes,
+        inputs.backbone.digest,
+        inputs.conditioning.captions if name == "prior" else (),
         public.x.shape,
         public.x.dtype.str,
         public.classes,
@@ -110,17 +119,11 @@ def public_key(inputs: Inputs, name: str) -> str:
     return digest.hexdigest()
 
 
-def save_net(net: nn.Module, path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(net.state_dict(), path)
-
-
 MakeBatch = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor, Tensor]]
 """Public randomness to (x_t, t, captions, target velocity)."""
 
 
-def fit_velocity(inputs: Inputs, net: MMDiT, batch: MakeBatch, name: str, section, identity: str) -> None:
+def fit_velocity(inputs: Inputs, net: VelocityNet, batch: MakeBatch, name: str, section, identity: str) -> None:
     """Regress the network on the batches' velocities.
 
     The fast ways to a gradient are compared with the plain one in float32 now and then, and left when they go wrong.

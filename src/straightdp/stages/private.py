@@ -17,18 +17,18 @@ from straightdp.dpsgd.trainer import Bucket, draw, made_up, public_clip, record_
 from straightdp.files import file_hash, write_text
 from straightdp.flow.fit import step_generator
 from straightdp.flow.path import TorchDraws
-from straightdp.generator import Generator
 from straightdp.moments.basis import Basis
 from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
+from straightdp.moments.horizon import public_spread
 from straightdp.moments.release import Prompts, release_parts, run_release
 from straightdp.moments.text import TextBasis
-from straightdp.nets.mmdit import MMDiT
+from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import bucket_id
 from straightdp.progress import quiet, say, tracker
-from straightdp.stages.inputs import Inputs, fit_velocity, public_key, save_net
+from straightdp.stages.inputs import Inputs, fit_velocity, public_key
 from straightdp.stages.public import load_shape, settled_sample
 
 
@@ -41,8 +41,14 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     if inputs.featuriser is not None:
         features = inputs.featuriser(inputs.conditioning.captions)
         prompts = Prompts(features, TextBasis.fit(features, inputs.recipe.release))
-    model = run_release(inputs.recipe, basis, vault, stds, prompts)
-    (model if prompts is not None else model.under(inputs.conditioning.labels)).save(out)
+    spread, section = None, inputs.recipe.release
+    if section.covariance == "public":
+        spread = public_spread(inputs.public_z, inputs.public_labels, basis)
+    model = run_release(inputs.recipe, basis, vault, stds, prompts, spread)
+    labels = inputs.conditioning.labels
+    if section.condition == "global":
+        labels = (0,) * len(labels)
+    (model if prompts is not None else model.under(labels)).save(out)
 
 
 def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: Path) -> None:
@@ -57,7 +63,7 @@ def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: 
     seen = f"{public_key(inputs, 'pretrain')}|{inputs.conditioning.tokenizer!r}"
     identity = f"{inputs.recipe.digest()}|{file_hash(start)}|{file_hash(inputs.folder.moments)}|{tau}|{seen}"
     fit_velocity(inputs, net, batch, "distill", section, identity)
-    save_net(net, out)
+    inputs.save_net(net, out)
 
 
 def plan(inputs: Inputs, start: Path, tau: float, out: Path) -> None:
@@ -69,15 +75,15 @@ def plan(inputs: Inputs, start: Path, tau: float, out: Path) -> None:
     ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)
     captions = ids[torch.randint(len(ids), (len(rows),), generator=generator, device=device)]
     net = inputs.load_net(start)
-    engine = ClippingEngine(net, record_losses(net), clip=1.0)
+    engine = ClippingEngine(net, record_losses(net), clip=1.0, blocks=net.blocks if _recomputes(inputs) else ())
     whole = Bucket(t_min, 1.0)
     covered = engine.preflight(made_up(net, null, section, whole))
     kinds = Counter(found.kind for found in covered)
     say(f"plan: clipped exactly: {', '.join(f'{n} {kind}' for kind, n in kinds.items())} parameters, all that train")
-    draws = TorchDraws(generator)
+    draws, size = TorchDraws(generator), min(64, section.micro_batch or 64)
     batches = [
         draw(z, c, null, section, whole, draws)
-        for z, c in zip(inputs.public_z[rows.to(device)].split(64), captions.split(64), strict=True)
+        for z, c in zip(inputs.public_z[rows.to(device)].split(size), captions.split(size), strict=True)
     ]
     clip = public_clip(engine, batches, section)
     write_text(out, json.dumps({"clip": clip, "t_min": t_min, "shape": load_shape(inputs)}))
@@ -86,7 +92,7 @@ def plan(inputs: Inputs, start: Path, tau: float, out: Path) -> None:
 def dpsgd(inputs: Inputs, start: Path, vault: Vault, moments: MomentModel | None) -> None:
     """Stage 2: the declared steps, if there are any; then the generator is written to `release/`."""
     net = private_steps(inputs, start, vault) if inputs.recipe.dpsgd.steps else inputs.load_net(start)
-    generator = Generator(net, inputs.conditioning, moments, settled_sample(inputs), inputs.space)
+    generator = inputs.make_generator(net, inputs.conditioning, moments, settled_sample(inputs), inputs.space)
     generator.save(inputs.folder.model, inputs.folder.model_card)
 
 
@@ -100,10 +106,14 @@ def _eyes(inputs: Inputs, *, words: bool) -> str:
     """How records are seen: by which version, through which autoencoder, and, if captions matter, with which ids."""
     codes = file_hash(inputs.folder.autoencoder) if inputs.recipe.latent.d is not None else ""
     ids = hashlib.sha256(repr(inputs.conditioning.tokenizer).encode()).hexdigest() if words else ""
-    return f"{__version__}|{codes}|{ids}"
+    return f"{__version__}|{codes}{inputs.backbone.digest}|{ids}"
 
 
-def private_steps(inputs: Inputs, start: Path, vault: Vault) -> MMDiT:
+def _recomputes(inputs: Inputs) -> bool:
+    return bool(inputs.recipe.sd3.model) and inputs.recipe.sd3.checkpoint
+
+
+def private_steps(inputs: Inputs, start: Path, vault: Vault) -> VelocityNet:
     """DP-SGD from the weights in `start`, by every process of the team."""
     net, chosen = inputs.load_net(start), json.loads(inputs.folder.plan.read_text())
     shape = tuple(chosen["shape"])
@@ -119,6 +129,7 @@ def private_steps(inputs: Inputs, start: Path, vault: Vault) -> MMDiT:
         t_min=chosen["t_min"],
         shape=shape,
         compile=inputs.compile,
+        recompute=_recomputes(inputs),
         checkpoint=inputs.folder.checkpoints / "dpsgd.pt",
         identity=identity,
         team=inputs.team,

@@ -23,11 +23,13 @@ from straightdp.nets.spaces import Codes
 from straightdp.privacy.workload import UNIFORM, Shape
 from straightdp.progress import say
 from straightdp.recipe import Recipe, Sample
-from straightdp.stages.inputs import Inputs, fit_velocity, follow_gradients, public_key, save_net
+from straightdp.stages.inputs import Inputs, fit_velocity, follow_gradients, public_key
 
 
 def autoencode(inputs: Inputs, out: Path) -> None:
     """The public autoencoder, for a latent run; frozen from here on."""
+    from safetensors.torch import save_file
+
     section, device = inputs.recipe.latent, inputs.device
     x = inputs.public.z().to(device)
     with torch.random.fork_rng(devices=[]):
@@ -45,13 +47,17 @@ def autoencode(inputs: Inputs, out: Path) -> None:
 
     follow_gradients(inputs, net, gradients, "autoencode", section, 0.99, public_key(inputs, "autoencode"))
     net.settle(x)
-    save_net(net, out)
+    save_file(net.state_dict(), out)
 
 
-def enter_codes(inputs: Inputs) -> None:
-    """Work in the code of the autoencoder that was trained, if the recipe asks for one."""
+def enter_space(inputs: Inputs) -> None:
+    """Work in the code of the autoencoder that was trained, or of a frozen model, if the recipe asks for one."""
+    if inputs.recipe.sd3.model:
+        from straightdp.stages import sd3
+
+        return sd3.enter_prior(inputs) if inputs.folder.prior.exists() else sd3.enter_codes(inputs)
     if inputs.recipe.latent.d is None:
-        return
+        return None
     from safetensors.torch import load_file
 
     net = Autoencoder(inputs.recipe.latent, inputs.public.shape)
@@ -59,9 +65,19 @@ def enter_codes(inputs: Inputs) -> None:
     inputs.enter(Codes(net, inputs.device))
 
 
+def draw_prior(inputs: Inputs, out: Path) -> None:
+    """The public set of a run on a frozen model."""
+    from straightdp.stages import sd3  # which imports libraries that other runs do not need
+
+    sd3.draw_prior(inputs, out)
+
+
 def pretrain(inputs: Inputs, out: Path) -> None:
-    """Flow matching, equation (1), on public images under captions of their own."""
+    """Flow matching, equation (1), on public images under captions of their own; a frozen model needs none."""
     section, net = inputs.recipe.pretrain, inputs.new_net()
+    if inputs.recipe.sd3.model:
+        inputs.save_net(net, out)
+        return
     net.constrained = not inputs.recipe.net.post_hoc
     identity = public_key(inputs, "pretrain")
 
@@ -69,7 +85,7 @@ def pretrain(inputs: Inputs, out: Path) -> None:
         return _public_batch(inputs, section.batch, generator)
 
     fit_velocity(inputs, net, batch, "pretrain", section, identity)
-    save_net(net, out)
+    inputs.save_net(net, out)
 
 
 def _public_batch(inputs: Inputs, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,7 +126,9 @@ def calibrate(inputs: Inputs, pretrained: Path, out: Path) -> None:
             f"{float(found.worst_class[found.times <= found.tau].min()):.3f} in the worst class; drift bound "
             f"{found.drift:.3g} with the largest gap and slope seen ({found.lipschitz:.3g})"
         )
-    numbers |= {"tau": repr(tau_of(recipe, found)), "pretrain_loss": repr(public_loss(inputs, pretrained))}
+    numbers |= {"tau": repr(tau_of(recipe, found))}
+    if not recipe.sd3.model:
+        numbers |= {"pretrain_loss": repr(public_loss(inputs, pretrained))}
     save_file({"mean": basis.mean, "P": basis.P}, out, metadata=numbers)
 
 

@@ -94,10 +94,12 @@ def evolve(inputs: Inputs, pretrained: Path, vault: Vault, ledger: Ledger) -> No
     def vote(step: int, candidates: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(vault.vote_histogram(VOTES, step, one_batch, candidates)).float()
 
+    null, frozen = inputs.conditioning.null(device), bool(inputs.recipe.sd3.model)
     prior = private_evolution.FlowPrior(
         half(inputs.load_net(pretrained).eval()),
-        _prior_captions(inputs),
+        inputs.conditioning.ids(device) if frozen else _prior_captions(inputs),
         inputs.space,
+        guidance=(null, inputs.recipe.sample.guidance) if frozen else None,
         steps=inputs.recipe.sample.steps,
         batch=inputs.recipe.sample.batch,
         device=device,

@@ -11,7 +11,7 @@ from straightdp.stages.public import settled_sample
 
 def run(inputs: Inputs) -> None:
     """Write `release/synthetic`."""
-    generator = open_generator(inputs.folder.release, inputs.device)
+    generator = open_generator(inputs.folder.release, inputs.device, inputs.backbone)
     section = settled_sample(inputs)
     y = generator.prompts(section.n, inputs.device)
     z = generator.draw(y, section, inputs.recipe.run.seed, tracker("sample"), compile=inputs.compile)
