@@ -109,6 +109,17 @@ def build_parser() -> argparse.ArgumentParser:
     judge.add_argument("--set", dest="settings", action="append", default=[], metavar="evaluate.KEY=VALUE")
     judge.set_defaults(command=_sd3_evaluate)
 
+    reproduce = commands.add_parser("reproduce", help="run a table of the paper, row by row; goes on where it was")
+    reproduce.add_argument("name", choices=["table3"], help="table3: Stable Diffusion 3, guided or adapted")
+    reproduce.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="left out, all of them")
+    reproduce.add_argument("--seeds", nargs="+", type=int, default=[0])
+    reproduce.add_argument("--model", help="the frozen model: a folder, or an id on the hub")
+    reproduce.add_argument("--private", help="the private set: a folder, a file or a name")
+    reproduce.add_argument("--out", type=Path, default=Path("reproduced"), help="folder of the runs and the table")
+    reproduce.add_argument("--dry-run", action="store_true", help="only what each row needs with the real model")
+    _add_settings(reproduce)
+    reproduce.set_defaults(command=_reproduce)
+
     data = commands.add_parser("data", help="fetch or check the standard data sets")
     actions = data.add_subparsers(metavar="ACTION", required=True)
     for name in ("get", "check"):
@@ -330,6 +341,19 @@ def _compare(options: argparse.Namespace) -> None:
     from straightdp.report.compare import compare
 
     print(compare(options.runs, options.out))
+
+
+def _reproduce(options: argparse.Namespace) -> None:
+    from straightdp import reproduce
+
+    if options.dry_run:
+        from straightdp.sd3 import estimates
+
+        print(estimates.table(estimates.estimate(options.rows or list(reproduce.TABLE3))))
+        return
+    named = {"sd3.model": options.model, "private.data": options.private}
+    given = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
+    print(reproduce.table3(options.rows, options.seeds, options.out, (*given, *options.settings)))
 
 
 def _data(options: argparse.Namespace) -> int:

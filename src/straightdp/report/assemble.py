@@ -65,6 +65,15 @@ def write_reports(inputs: Inputs) -> None:
     write_durably(folder.root / "report.html", render(public, private_facts(folder)).encode(), mode=0o600)
 
 
+WHY_NOT = {
+    "os": "",
+    "pinned": "the noise key was pinned, so whoever knows it can remove the noise",
+    "audit": "it is an audit, with made-up records among the private ones",
+    "leaky": "the noise was not what was declared: nothing here is private",
+}
+"""By where the noise came from, as the transcript's header has it."""
+
+
 def public_facts(inputs: Inputs) -> PublicFacts:
     folder, recipe = inputs.folder, inputs.recipe
     ledger = Ledger(folder.ledger)
@@ -72,7 +81,6 @@ def public_facts(inputs: Inputs) -> PublicFacts:
     if header is None or totals is None:
         raise BadInput(f"the transcript of {folder.root} is not closed; finish it with `straightdp run --resume`")
     interval = header["accountant"]["interval"]
-    pinned = header["noise"] != "os"
     mechanisms = tuple(
         MechanismFact(
             part.id,
@@ -105,8 +113,8 @@ def public_facts(inputs: Inputs) -> PublicFacts:
         n=header["n"],
         mode=header["mode"],
         accountant=f"privacy loss distributions, interval {interval:g}",
-        releasable=not pinned,
-        why_not="the noise key was pinned, so whoever knows it can remove the noise" if pinned else "",
+        releasable=header["noise"] == "os",
+        why_not=WHY_NOT[header["noise"]],
         mechanisms=mechanisms,
         assumptions=assumptions,
         classes=inputs.conditioning.classes,

@@ -43,6 +43,9 @@ images = [(Image.open(folder / row["file_name"]), row["label"], row["text"]) for
 """
 
 
+FROZEN = "frozen generator"  # the assumption that names it
+ELSEWHERE = "`STRAIGHTDP_SD3` names the folder, or the hub's id, that it is loaded from."
+
 SAMPLE = """\
 Install StraightDP, then, beside this folder:
 
@@ -104,7 +107,13 @@ def model_card(public: PublicFacts) -> str:
         "`moments.safetensors`, where there is one, the released class moments. The images that came with it are "
         "described in [the data-set card](README.md); `report.html` shows samples and the whole privacy account."
     )
-    return _card(public, front, title, [what, files, "## How to sample", SAMPLE.rstrip()], [])
+    frozen = [one.value for one in public.assumptions if one.name == FROZEN]
+    about = (
+        [f"The weights are adapters on {_text(frozen[0])}, which is not part of the release. {ELSEWHERE}"]
+        if frozen
+        else []
+    )
+    return _card(public, front, title, [what, files, *about, "## How to sample", SAMPLE.rstrip()], [])
 
 
 def _card(public: PublicFacts, front: list[str], title: str, first: list[str], last: list[str]) -> str:
