@@ -19,13 +19,13 @@ from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.noise import AuditNoise, Noise, open_noise
 from straightdp.privacy.planted import Planted
 from straightdp.privacy.vault import Vault
-from straightdp.privacy.workload import Certificate, certify, certify_one
+from straightdp.privacy.workload import Certificate
 from straightdp.progress import say
 from straightdp.recipe import RIVALS, Recipe, load
 from straightdp.report.assemble import write_reports
 from straightdp.stages import evaluate, private, rivals, sample
 from straightdp.stages import public as prepare
-from straightdp.stages.gather import assumptions, gather
+from straightdp.stages.gather import assumptions, certificate_of, gather
 from straightdp.stages.inputs import Inputs, public_key
 from straightdp.team import Team, joined, pick_device
 
@@ -66,13 +66,6 @@ def _lead(
         (_spend_on_rival if recipe.run.method in RIVALS else _spend)(inputs, certificate)
         _use(inputs)
     return folder
-
-
-def certificate_of(recipe: Recipe) -> Certificate:
-    """Of the whole workload, with the uniform plan if there is one."""
-    if recipe.run.method in RIVALS:
-        return certify_one(recipe.privacy, rivals.mechanism(recipe))
-    return certify(recipe, release_parts(recipe))
 
 
 def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, leak: float | None) -> None:
@@ -123,7 +116,7 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
         basis, tau = prepare.load_basis(folder.calibration), prepare.load_number(folder.calibration, "tau")
     if basis is not None and recipe.dpsgd.plan == "tha" and recipe.dpsgd.steps:
         stage("allocate", [folder.allocation], lambda: prepare.allocate(inputs, basis, tau, folder.allocation))
-        certificate = certify(recipe, release_parts(recipe), prepare.load_shape(inputs))
+        certificate = certificate_of(recipe, prepare.load_shape(inputs))
     ledger, vault = _declare(inputs, certificate)
     start, moments = pretrained, None
     if basis is not None and release_parts(recipe):

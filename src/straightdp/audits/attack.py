@@ -33,6 +33,7 @@ from straightdp.privacy.workload import Certificate
 from straightdp.progress import say, tracker
 from straightdp.recipe import OWN_TEXT, RIVALS, Recipe
 from straightdp.recipe import load as load_recipe
+from straightdp.stages.gather import certificate_of
 from straightdp.stages.inputs import Inputs
 
 CONFIDENCE = 0.95
@@ -84,7 +85,7 @@ def audit(recipe: Recipe, out: Path) -> dict[str, Findings]:
     pictures = canaries.make(section.canaries + section.references, shape, section.kind, recipe.run.seed)
     runs = [(HONEST, 1.0, None), *((f"shadow-{k + 1}", 1.0, k) for k in range(section.shadows))]
     made: dict[str, tuple[Inputs, Planted]] = {}
-    certificate = pipeline.certificate_of(recipe)
+    certificate = certificate_of(recipe)
     with cache.within(out / "public"):
         for name, leak, shadow in [*runs, (CONTROL, section.leak, None)]:
             say(f"--- {name}")
@@ -103,6 +104,8 @@ def _check(recipe: Recipe, out: Path) -> None:
         raise BadInput(f"run.method = {recipe.run.method!r} trains no velocity field, which is what is attacked")
     if recipe.run.method == "from-scratch" or not recipe.public.data:
         raise BadInput("an audit measures canaries against the public network: name a public set")
+    if recipe.sd3.model:
+        raise BadInput("an audit trains a network several times over: it knows no frozen model; leave sd3.model out")
     if recipe.private.slots or recipe.private.caption == OWN_TEXT:
         raise BadInput("canaries have a class and no text: leave private.slots and {text} out of an audit")
     if recipe.audit.shadows == 1:

@@ -9,10 +9,9 @@ import torch
 
 from straightdp.dpsgd import planner
 from straightdp.moments.basis import fit_basis
-from straightdp.moments.release import release_parts
-from straightdp.privacy.workload import UNIFORM, Shape, alone, alternatives, certify, certify_one
+from straightdp.privacy.workload import UNIFORM, Shape, alone, alternatives
 from straightdp.recipe import RIVALS, Recipe
-from straightdp.stages import rivals
+from straightdp.stages.gather import certificate_of
 from straightdp.stages.public import measured_candidates, measured_horizon, tau_of
 
 
@@ -20,10 +19,7 @@ def describe_plan(recipe: Recipe) -> str:
     privacy, dpsgd = recipe.privacy, recipe.dpsgd
     rival = recipe.run.method in RIVALS
     shape, candidates = (UNIFORM, []) if rival else _time_buckets(recipe)
-    if rival:
-        certificate = certify_one(privacy, rivals.mechanism(recipe))
-    else:
-        certificate = certify(recipe, release_parts(recipe), shape)
+    certificate = certificate_of(recipe, shape)
     n = "counted at run time" if privacy.n is None else f"{privacy.n:,}"
     lines = [
         f"budget     epsilon = {privacy.epsilon:g}, delta = {privacy.delta:g}, add/remove of one record, N = {n}",
@@ -49,7 +45,9 @@ def describe_plan(recipe: Recipe) -> str:
     if rival:
         return "\n".join(lines)
     lines += ["", "cost"]
-    for stage in ("pretrain", "distill"):
+    if recipe.sd3.model:
+        lines.append(f"  prior    {recipe.sd3.prior:>8,} images a caption, drawn from {recipe.sd3.model}")
+    for stage in ("distill",) if recipe.sd3.model else ("pretrain", "distill"):
         section = getattr(recipe, stage)
         lines.append(f"  {stage:<9}{section.steps:>8,} steps of {section.batch:,} rows")
     batch = "q N" if privacy.n is None else f"{dpsgd.q * privacy.n:,.0f}"

@@ -1,9 +1,10 @@
 """What each row of Table 3 would need with the real SD3-medium: GPU memory, hours and forward passes, from arithmetic.
 
 Nothing is loaded or measured. Parameters and the FLOPs of a forward pass are exact counts of diffusers' model. Memory
-is weights, plus the tensors that a pass holds at once (a step's peak was seen 4 to 7 % above it), plus an assumed
-CONTEXT. Time is FLOPs over an assumed sustained rate. Left out, being small: reading the prompts once, the adapters'
-own products, the calibration of the clip, the release, and scoring the images.
+is weights, the tensors that a pass holds at once (small models in float32 take 4 to 7 % more), and an assumed CONTEXT;
+what compiling adds is not in it. Time is FLOPs over an assumed rate. Left out, being small: reading the prompts once,
+the adapters' own products, the calibration of the clip, the release. Left out too: scoring the images, and drawing a
+second set to compare them with.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from straightdp.errors import BadInput
+from straightdp.sd3.codes import PIXELS
 
 GIB = 2.0**30
 BYTES = {"bfloat16": 2, "float32": 4}
-
 TEXT_ENCODERS = {"CLIP-L": 123_650_304, "CLIP-G": 694_659_840, "T5-XXL": 4_762_310_656}  # parameters
 VAE = 83_819_683
 DECODE, ENCODE = 9_462_784, 4_132_096  # the VAE's FLOPs a pixel, beside the one attention of its middle
 DECODE_BYTES = 4 * 256 * 4  # a pixel: its last level holds four float32 tensors of 256 channels at once
-VAE_PIXELS = 1 << 20  # at once, and at least one image
 VAE_SLOWER = 6  # it runs in float32: assumed to reach this part of the rate of bfloat16
 
 # Bytes a token and channel. Under autocast to bfloat16 layer norms keep float32, and every adapter a copy of its input.
-FORWARD = {"bfloat16": 28, "float32": 44}  # the most that one block holds: the stream, its norm, and the MLP's 4 + 4
+# The most that one block holds: the stream; its norm, twice (in bfloat16 thrice); the MLP's middle, twice.
+FORWARD = {"bfloat16": 2 + (4 + 4 + 2) + (4 + 4) * 2, "float32": (1 + 2 + 4 + 4) * 4}
 # For a block's backward pass: the norms' inputs; adapters' inputs; q, k, v and what attention gave; the MLP's middle.
 SAVED = {"bfloat16": 2 * 4 + (4 + 4 + 4) * 2, "float32": (2 + 2 + 4 + 4) * 4}
 CLIPPING = 4  # values: the gradient at each of a token's four adapters, kept until the records' norms are known
@@ -53,7 +54,7 @@ class Transformer:
     def maps(self, image: int, text: int) -> list[tuple[int, int, int]]:
         """Every linear map as (inputs, outputs, how often it is used on one row of that many image and text tokens).
 
-        The last block gives no text: it has no text MLP and no map of the text's attention.
+        The last block gives no text: there it has no MLP, no map of what attention gave it, and fewer modulations.
         """
         d, pixels = self.width, self.channels * self.patch**2
         block = [(d, d, image)] * 4 + [(d, 4 * d, image), (4 * d, d, image), (d, 6 * d, 1)] + [(d, d, text)] * 3
@@ -70,7 +71,7 @@ class Transformer:
         return self.parameters() + self.positions**2 * self.width
 
     def adapters(self, rank: int) -> int:
-        """Values in adapters on all maps of the attention, but for the last block's of the text's questions."""
+        """Values in adapters on a block's eight maps of the attention; in the last, the text's q and end have none."""
         return (8 * self.layers - 2) * 2 * rank * self.width
 
     def flops(self, image: int, text: int) -> tuple[int, int]:
@@ -147,9 +148,8 @@ class Settings:
         block = SAVED[self.dtype] + (CLIPPING * BYTES[self.dtype] if records else 0)
         held = self.net.layers * (BYTES[self.dtype] if checkpoint else block)
         at_once = block + (2 * 8 if records else 0) if checkpoint else 0
-        adapters = self.net.adapters(self.rank)
-        written = records * adapters * 4 if checkpoint else 0
-        return rows * self.row * (held + at_once) + written + adapters * COPIES
+        each = COPIES + (4 * records if checkpoint else 0)
+        return rows * self.row * (held + at_once) + self.net.adapters(self.rank) * each
 
     def read_prompts(self) -> Phase:
         parts = [size for name, size in TEXT_ENCODERS.items() if self.t5 or name != "T5-XXL"]
@@ -159,23 +159,21 @@ class Settings:
         """Images from noise, or from some way on: with guidance, two passes a step, side by side."""
         branches = 1 if self.guidance == 1 else 2
         passes = images * (self.sample_steps if steps is None else steps) * branches
-        held = max(FORWARD[self.dtype] * self.row * self.batch * branches, DECODE_BYTES * max(VAE_PIXELS, self.size**2))
+        held = max(FORWARD[self.dtype] * self.row * self.batch * branches, DECODE_BYTES * max(PIXELS, self.size**2))
         flops = self._flops(passes) + images * self._vae_flops(DECODE)
         return Phase(self.frozen_bytes() + held, flops, passes)
 
     def encode(self, images: int) -> Phase:
-        """It holds less than decoding does."""
-        return Phase(self.frozen_bytes(), images * self._vae_flops(ENCODE))
+        return Phase(self.frozen_bytes(), images * self._vae_flops(ENCODE))  # it holds less than decoding does
 
     def _vae_flops(self, per_pixel: int) -> float:
         """In FLOPs of the transformer's speed. The middle's attention is over (size / 8)^2 tokens of 512 channels."""
         return VAE_SLOWER * (per_pixel * self.size**2 + self.size**4 / 2)
 
-    def tune(self, *, private: bool) -> Phase:
-        """Adapters on the private records, clipped by record or not; the expected number of rows."""
+    def tune(self) -> Phase:
+        """DP-SGD of the adapters, with as many rows as are expected; without noise it costs the same."""
         rows = round(self.steps * self.q * self.n * self.draws)
-        records = self.micro_batch if private else 0
-        held = self.step_bytes(self.micro_batch * self.draws, records=records, checkpoint=self.checkpoint)
+        held = self.step_bytes(self.micro_batch * self.draws, records=self.micro_batch, checkpoint=self.checkpoint)
         passes = rows * (2 if self.checkpoint else 1)
         return Phase(self.frozen_bytes() + held, self._flops(passes, rows), passes)
 
@@ -198,29 +196,29 @@ class Settings:
 
 
 def _guided(s: Settings) -> list[Phase]:
-    """The frozen model's own samples are the public set of all but zero-shot, evolution and plain LoRA."""
+    """The public set is the frozen model's own samples."""
     public = s.classes * s.prior
     return [s.draw(public), s.encode(public + s.n), s.synthetic()]
 
 
-def _private(s: Settings) -> list[Phase]:
-    return [*_guided(s), s.tune(private=True)]
+def _tuned(s: Settings) -> list[Phase]:
+    return [*_guided(s), s.tune()]
 
 
 ROWS: dict[str, Callable[[Settings], list[Phase]]] = {
-    "Zero-shot": lambda s: [s.synthetic()],
-    "Uniform DP-SGD, epsilon 10": _private,
-    "Uniform DP-SGD, epsilon 2": _private,
+    "zero-shot": lambda s: [s.synthetic()],
+    "uniform DP-SGD, ε = 10": _tuned,
+    "uniform DP-SGD, ε = 2": _tuned,
     "Private Evolution": Settings.evolve,
-    "Distillation + DP-SGD": lambda s: [*_private(s), s.distill()],
-    "Moment guidance": _guided,
-    "DP-SGD + guidance": _private,
-    "Non-private LoRA": lambda s: [s.encode(s.n), s.tune(private=False), s.synthetic()],
-    "Non-private LoRA + guidance": lambda s: [*_guided(s), s.tune(private=False)],
-    "Control: zero mean": _guided,
-    "Control: random direction": _guided,
-    "Control: public-prior mean": _guided,
-    "Control: exact non-private moments": _guided,
+    "distillation + DP-SGD": lambda s: [*_tuned(s), s.distill()],
+    "moment guidance": _guided,
+    "DP-SGD + guidance": _tuned,
+    "non-private LoRA": _tuned,
+    "non-private LoRA + guidance": _tuned,
+    "control: zero mean": _guided,
+    "control: random direction": _guided,
+    "control: public-prior mean": _guided,
+    "control: exact moments": _guided,
 }
 
 
@@ -233,7 +231,7 @@ class Estimate:
 
 
 def estimate(rows: Sequence[str] = tuple(ROWS), **settings: Any) -> list[Estimate]:
-    """One seed of each row, each on its own: nothing is shared between rows. `settings` are those of `Settings`."""
+    """One seed of each row, as if alone: rows that share a cache draw the public set once. `settings`: see there."""
     s = Settings(**settings)
     if unknown := [row for row in rows if row not in ROWS]:
         raise BadInput(f"Table 3 has no row {unknown[0]!r}; its rows are {', '.join(ROWS)}")
@@ -246,7 +244,6 @@ def estimate(rows: Sequence[str] = tuple(ROWS), **settings: Any) -> list[Estimat
 
 
 def table(estimates: Sequence[Estimate]) -> str:
-    """Markdown."""
     lines = ["| row | GPU memory, GiB | hours | forward passes |", "|---|---:|---:|---:|"]
     lines += [f"| {e.row} | {e.gpu_gib:.1f} | {e.hours:.2f} | {e.forward_passes:,} |" for e in estimates]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Before the first stage: both data sets read and checked, and a list of all that is taken as public knowledge."""
+"""Before the first stage: the workload certified, both data sets read and checked, and what is assumed to be public."""
 
 from __future__ import annotations
 
@@ -20,9 +20,18 @@ from straightdp.nets.autoencoder import code_shape
 from straightdp.nets.captions import Tokenizer
 from straightdp.privacy.intake import Intake
 from straightdp.privacy.planted import Planted
-from straightdp.recipe import OWN_TEXT, Image, Recipe, model_name
+from straightdp.privacy.workload import UNIFORM, Certificate, Shape, certify, certify_one
+from straightdp.recipe import OWN_TEXT, RIVALS, Image, Recipe, model_name
+from straightdp.stages import rivals
 from straightdp.stages.inputs import Inputs
 from straightdp.team import ALONE, Team
+
+
+def certificate_of(recipe: Recipe, shape: Shape = UNIFORM) -> Certificate:
+    """Of the whole workload, with DP-SGD's time buckets of this shape if there is any. Opens nothing private."""
+    if recipe.run.method in RIVALS:
+        return certify_one(recipe.privacy, rivals.mechanism(recipe))
+    return certify(recipe, release_parts(recipe), shape)
 
 
 def gather(
