@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,7 +41,7 @@ class PromptIds:
 
 
 class Sd3Backbone:
-    """The frozen model with adapters. There is one network: to load it is to replace what its adapters held."""
+    """The frozen model with adapters: networks share its weights, and each has adapters of its own."""
 
     def __init__(self, section: Sd3, captions: tuple[str, ...], size: int, seed: int, device: torch.device):
         self.section = section
@@ -49,12 +50,11 @@ class Sd3Backbone:
         self.digest = self.prior.digest
         self._net = Velocity(self.prior, table).eval()
         add_adapters(self._net, section.rank, seed)
-        self._start = adapter_state(self._net)
 
     def new_net(self, shape: tuple[int, int, int], seed: int) -> Velocity:
         """As it was loaded: the adapters' start hangs on the seed that this was made with."""
-        load_adapter_state(self._net, self._start)
-        return self._net
+        frozen = [value for value in (*self._net.parameters(), *self._net.buffers()) if not value.requires_grad]
+        return copy.deepcopy(self._net, {id(value): value for value in frozen})
 
     def state(self, net: VelocityNet) -> dict[str, Tensor]:
         return adapter_state(net)

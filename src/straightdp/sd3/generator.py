@@ -15,6 +15,7 @@ from straightdp.moments.field import MomentModel
 from straightdp.recipe import Sample, Sd3, model_name
 from straightdp.sd3.backbone import PromptIds, Sd3Backbone
 from straightdp.sd3.codes import VaeCodes
+from straightdp.sd3.loading import HUB_ID
 
 
 @dataclass
@@ -53,6 +54,11 @@ class Sd3Generator(Generator):
             size, digest = int(body["size"]), body["digest"]
         except Exception as error:
             raise damaged(release, error) from None
+        if backbone is None and not (Path(section.model).expanduser().is_dir() or HUB_ID.fullmatch(section.model)):
+            raise BadInput(
+                f"{release} draws with the frozen model that it was made with, and {section.model} is no folder here; "
+                "name the model's folder in STRAIGHTDP_SD3"
+            )
         backbone = backbone or Sd3Backbone(section, captions, size, 0, device)
         if backbone.digest != digest:
             raise BadInput(
