@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from straightdp.errors import BadInput
 from straightdp.metrics import inception
 from straightdp.metrics.image_encoder import clip_pixels, find_encoder
-from straightdp.metrics.linear_probe import fit_linear
+from straightdp.metrics.linear_probe import _optimum, fit_linear
 
 CPU = torch.device("cpu")
 
@@ -51,6 +51,18 @@ def test_labels_are_those_of_scikit_learn(n, p, classes, l2):
     assert (found == names[scores.argmax(axis=1)])[clear].all()
     other = scores_of_scikit(x, y, 30 * l2, points)[0]
     assert (found != names[other.argmax(axis=1)])[clear].any(), "another penalty gives other labels here"
+
+
+@pytest.mark.parametrize("p", [100, 500])
+def test_hundreds_of_correlated_features_are_solved_to_the_end(p):
+    """The objective is l2-strongly convex in W, so W is within |gradient| / l2 of the optimum."""
+    x, y = blobs(300, p, 20, noise=1.0)
+    x = (x.double() - x.double().mean(dim=0)) / x.double().std(dim=0, correction=0)
+    weight, bias = (value.requires_grad_() for value in _optimum(x, y, 20, 1.0))
+    loss = torch.nn.functional.cross_entropy(x @ weight.mT + bias, y, reduction="sum") + weight.square().sum() / 2
+    gradients = torch.autograd.grad(loss, [weight, bias])
+    assert max(float(g.norm()) for g in gradients) < 1e-2
+    assert weight.norm() > 1
 
 
 def boundary(predict, low: float, high: float) -> float:
@@ -91,9 +103,10 @@ def test_one_class_alone_is_the_only_answer():
 def test_constant_features_change_nothing_even_where_they_are_not_constant():
     x, y = blobs(120, 6, 4, noise=1.0)
     points = blobs(300, 6, 4, noise=2.0)[0]
-    constant = torch.tensor([0.0, 1 / 3, 1e7])
-    with_them = torch.cat([x, constant.expand(120, 3)], dim=1)
-    elsewhere = torch.cat([points, 1e9 * torch.randn(300, 3, generator=torch.Generator().manual_seed(0))], dim=1)
+    constant = torch.tensor([0.0, 0.1, 1e7], dtype=torch.float64).expand(120, 3)
+    last_bit = torch.where(y == 0, 5.0, 5.0 + 2.0**-21)[:, None]  # rounding that happens to tell a class
+    with_them = torch.cat([x.double(), constant, last_bit], dim=1)
+    elsewhere = torch.cat([points, 1e9 * torch.randn(300, 4, generator=torch.Generator().manual_seed(0))], dim=1)
     assert torch.equal(fit_linear(with_them, y, 4)(elsewhere), fit_linear(x, y, 4)(points))
 
 

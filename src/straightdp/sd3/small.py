@@ -6,8 +6,9 @@ make of a caption is random, fixed and its own, and the transformer learns what 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,12 @@ def make_sd3(
     out. `tokens` is the length of what both CLIPs see; the third encoder's is the reader's choice. The same seed and
     settings give the same weights; the global generator is left as it is.
     """
-    from diffusers import (  # pyright: ignore[reportMissingImports]
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
-    from transformers import T5Config, T5EncoderModel  # pyright: ignore[reportMissingImports]
-
+    diffusers, transformers = import_module("diffusers"), import_module("transformers")
     words, pieces = _clip_tokenizer(captions, tokens), _t5_tokenizer(captions)
     side, levels = image // downsample, downsample.bit_length()
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        transformer = SD3Transformer2DModel(
+        transformer = diffusers.SD3Transformer2DModel(
             sample_size=side,
             patch_size=patch,
             in_channels=latent_channels,
@@ -65,7 +59,7 @@ def make_sd3(
             pooled_projection_dim=text // 4 + text // 2,
             pos_embed_max_size=2 * side // patch,
         )
-        vae = AutoencoderKL(
+        vae = diffusers.AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * levels,
             up_block_types=("UpDecoderBlock2D",) * levels,
             block_out_channels=tuple(vae_width * 2**k for k in range(levels)),
@@ -77,18 +71,18 @@ def make_sd3(
             use_quant_conv=False,
             use_post_quant_conv=False,
         )
-        t5 = T5Config(
+        t5 = transformers.T5Config(
             vocab_size=len(pieces), d_model=text, d_kv=8, d_ff=2 * text, num_layers=2, num_heads=4, is_gated_act=True
         )
-        pipeline = StableDiffusion3Pipeline(
+        pipeline = diffusers.StableDiffusion3Pipeline(
             transformer=transformer.eval(),
             vae=vae.eval(),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
             text_encoder=_clip(words, text // 4),  # of different widths, so that they are padded as the real ones are
             tokenizer=words,
             text_encoder_2=_clip(words, text // 2),
             tokenizer_2=words,
-            text_encoder_3=T5EncoderModel(t5).eval(),
+            text_encoder_3=transformers.T5EncoderModel(t5).eval(),
             tokenizer_3=pieces,
         )
     pipeline.save_pretrained(folder)
@@ -114,9 +108,8 @@ def flow_matching_loss(
 def _clip(tokenizer: Any, width: int) -> Any:
     """CLIP's own start would make all captions nearly alike: words are 50 times louder here, and the end of the text,
     whose vector stands for the whole, says nothing but what it hears."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection  # pyright: ignore[reportMissingImports]
-
-    config = CLIPTextConfig(
+    transformers = import_module("transformers")
+    config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=2 * width,
@@ -128,32 +121,34 @@ def _clip(tokenizer: Any, width: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = CLIPTextModelWithProjection(config).eval()
+    model = transformers.CLIPTextModelWithProjection(config).eval()
     weight = model.get_input_embeddings().weight.mul_(50)
     weight[tokenizer.eos_token_id] = 0
     return model
 
 
 def _clip_tokenizer(captions: Sequence[str], length: int) -> Any:
-    """One token a byte, but for the captions' words."""
-    from tokenizers.pre_tokenizers import ByteLevel  # pyright: ignore[reportMissingImports]
-    from transformers import CLIPTokenizer  # pyright: ignore[reportMissingImports]
-
-    def of(merges: list[tuple[str, str]]) -> Any:
-        tokens = [*letters, *(f"{letter}</w>" for letter in letters), *(a + b for a, b in merges)]
-        vocab = {token: i for i, token in enumerate(dict.fromkeys([*tokens, "<|startoftext|>", "<|endoftext|>"]))}
-        return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=length)
+    """One token a byte, but for the captions' words: neighbours within a word are joined until it is one token."""
+    from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())
-    trained = of([]).train_new_from_iterator(sorted(captions), 1 << 16, show_progress=False)
-    return of([(a, b) for a, b in json.loads(trained.backend_tokenizer.to_str())["model"]["merges"]])
+    letters += [f"{letter}</w>" for letter in letters]
+    merges: dict[tuple[str, str], None] = {}
+    while True:
+        tokens = dict.fromkeys([*letters, *(a + b for a, b in merges), "<|startoftext|>", "<|endoftext|>"])
+        tokenizer = import_module("transformers").CLIPTokenizer(
+            vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges), model_max_length=length
+        )
+        read = [tokenizer.tokenize(caption) for caption in captions]
+        apart = [(a, b) for one in read for a, b in pairwise(one) if not a.endswith("</w>")]
+        if not apart:
+            return tokenizer
+        merges |= dict.fromkeys(apart)
 
 
 def _t5_tokenizer(captions: Sequence[str]) -> Any:
     """One piece a printable character, but for the captions' words."""
-    from transformers import T5TokenizerFast  # pyright: ignore[reportMissingImports]
-
     special = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0}
-    words = dict.fromkeys((f"▁{word}" for caption in sorted(captions) for word in caption.split()), -1.0)
+    words = dict.fromkeys((f"▁{word}" for caption in captions for word in caption.split()), -1.0)
     pieces = special | dict.fromkeys(["▁", *(chr(code) for code in range(33, 127))], -2.0) | words
-    return T5TokenizerFast(vocab=list(pieces.items()), extra_ids=0)
+    return import_module("transformers").T5TokenizerFast(vocab=list(pieces.items()), extra_ids=0)
