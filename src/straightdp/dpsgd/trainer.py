@@ -97,7 +97,7 @@ def rows_at_once(net: VelocityNet, device: torch.device) -> int:
     """Draws in one forward pass: on a CPU what its caches like, on a GPU what its memory holds, while it helps."""
     if device.type != "cuda":
         return 512
-    return max(64, min(8192, int(0.6 * torch.cuda.mem_get_info(device)[0] / (ROW_BYTES * net.work))))
+    return max(8, min(8192, int(0.6 * torch.cuda.mem_get_info(device)[0] / (ROW_BYTES * net.work))))
 
 
 ROW_BYTES = 80  # of a step's memory, for each token, channel and block of a draw; 62 were measured

@@ -40,7 +40,7 @@ class ImageEncoder:
     on_device: Callable[[Tensor], Tensor] = field(repr=False)  # one batch, where it lies
 
     def __call__(self, z: Tensor, track: Track | None = None) -> Tensor:
-        """z (n, 1 or 3, H, W) in [-1, 1] to (n, width) float32 on the CPU; n may be 0. Grey is repeated to colour.
+        """z (n, 1 or 3, H, W) in [-1, 1] to (n, width) float32 on its device; n may be 0. Grey is repeated to colour.
 
         A record's features depend on its batch by float32 rounding only.
         """
@@ -48,10 +48,10 @@ class ImageEncoder:
             raise ValueError(f"pictures should be (n, 1 or 3, H, W) but are {tuple(z.shape)}")
         size = inception.BATCH["cuda" if self.device.type == "cuda" else "cpu"]
         starts = range(0, len(z), size)
-        found = [torch.zeros(0, self.width)]
+        found = [torch.zeros(0, self.width, device=self.device)]
         for k in (track or quiet)(range(len(starts)), 0, len(starts)):
             batch = z[starts[k] : starts[k] + size].to(self.device, torch.float32)
-            found.append(self.on_device(batch).cpu())
+            found.append(self.on_device(batch))
         return torch.cat(found)
 
 
