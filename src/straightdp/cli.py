@@ -223,7 +223,12 @@ def _finish(folder, noise: bool = True) -> None:
         print(f"\nNothing was noised: {folder.root} is not private, all of it is internal.")
         _say_scores(folder)
         return
-    print(f"\nPublish {folder.release}; keep {folder.private} to yourself.")
+    from straightdp.privacy.ledger import Ledger
+
+    if (Ledger(folder.ledger).find("header") or {})["noise"] == "os":
+        print(f"\nPublish {folder.release}; keep {folder.private} to yourself.")
+    else:
+        print(f"\nNot to be published: the noise of {folder.release} was pinned, for a test or an experiment.")
     _say_scores(folder)
     print(f"Check it: straightdp replay {folder.release}")
     print("Another run on the same private records costs its epsilon on top of this one.")
@@ -299,6 +304,7 @@ def _sample(options: argparse.Namespace) -> None:
         raise BadInput(f"{options.out} exists; give another --out")
     device = pick_device("auto")
     generator = open_generator(options.release, device)
+    _refuse_what_leaks(options.release)
     stored = [f"sample.{k}={_quoted(v) if isinstance(v, str) else v}" for k, v in generator.sample.model_dump().items()]
     section = load(None, (*stored, *options.settings)).sample
     y = generator.prompts(options.n, device)
@@ -306,6 +312,14 @@ def _sample(options: argparse.Namespace) -> None:
     z = generator.draw(y, section, options.seed, tracker("sample"), compile=compile)
     synthetic.write(options.out, z, y, generator.conditioning.names, generator.conditioning.captions)
     print(f"{options.n} records in {options.out}")
+
+
+def _refuse_what_leaks(release: Path) -> None:
+    """Images of an audit, or of a run without noise, would lie about like any others."""
+    transcript = release / "transcript.jsonl"
+    header = transcript.read_bytes().partition(b"\n")[0] if transcript.exists() else b""
+    if b'"noise":"audit"' in header or b'"noise":"leaky"' in header:
+        raise BadInput(f"{release} is of an audit, or of a run without noise: nothing of it is private")
 
 
 def _evaluate(options: argparse.Namespace) -> None:

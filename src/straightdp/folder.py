@@ -13,11 +13,14 @@ from straightdp.errors import BadInput
 from straightdp.files import file_hash, write_text
 from straightdp.recipe import Recipe, load
 
+RELEASE, AUDITED, NOT_PRIVATE = KINDS = ("release", "audited", "private/not-private")
+"""What a run makes, in which folder: a release, an audit's network, or what has no noise at all."""
+
 
 class RunFolder:
     """`release/` may be published, all of it; `private/` never. Nothing is created before `create`."""
 
-    def __init__(self, root: Path, release: str = "release"):
+    def __init__(self, root: Path, release: str = RELEASE):
         self.root = root
         self.recipe = root / "recipe.toml"
         self.release = root / release
@@ -55,6 +58,9 @@ class RunFolder:
             return
         if load(self.recipe).digest() != recipe.digest():
             raise BadInput(f"{self.root} belongs to another recipe; give another --out, or that recipe")
+        other = next((self.root / kind for kind in KINDS if (self.root / kind).exists()), self.release)
+        if other != self.release:
+            raise BadInput(f"{self.root} is a run of another kind, whose noise differs ({other}); give another --out")
         if self.transcript.exists() and not (self.ledger.exists() and self.fingerprint.exists()):
             raise BadInput(f"{self.private} was lost, so what {self.root} spent is not known; give another --out")
         if resume:
@@ -75,9 +81,10 @@ class RunFolder:
         """Make the folder, or make it good. A resumed run repeats its noise, so its records must be the same ones."""
         if self.fingerprint.exists() and self.fingerprint.read_text() != fingerprint:
             raise BadInput(f"the private records are not those that {self.root} began with; give another --out")
-        for folder in (self.release, self.private, self.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
+        self.private.mkdir(parents=True, exist_ok=True)
         self.private.chmod(0o700)
+        for folder in (self.release, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
         write_text(self.recipe, recipe.to_toml())
         write_text(self.fingerprint, fingerprint)
 

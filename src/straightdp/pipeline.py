@@ -12,7 +12,7 @@ import torch
 from straightdp import cache
 from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import file_hash
-from straightdp.folder import RunFolder
+from straightdp.folder import AUDITED, NOT_PRIVATE, RunFolder
 from straightdp.moments.field import MomentModel
 from straightdp.moments.release import release_parts
 from straightdp.privacy.ledger import Ledger
@@ -28,8 +28,6 @@ from straightdp.stages import public as prepare
 from straightdp.stages.gather import assumptions, certificate_of, gather
 from straightdp.stages.inputs import Inputs, public_key
 from straightdp.team import Team, joined, pick_device
-
-NOT_PRIVATE = "not-private"  # in the place of release/
 
 
 def run(recipe: Recipe, out: Path, *, resume: bool = False, noise: bool = True) -> RunFolder | None:
@@ -183,7 +181,7 @@ def _use(inputs: Inputs) -> None:
 
 def spend_on_audit(recipe: Recipe, out: Path, certificate: Certificate, planted: Planted, leak: float) -> Inputs:
     """A training run of an audit: with canaries among the records, and without a release/. Goes on where it was."""
-    folder, device = RunFolder(out, release="audited"), pick_device(recipe.run.device)
+    folder, device = RunFolder(out, release=AUDITED), pick_device(recipe.run.device)
     cache.check()
     inputs = gather(recipe, folder, device, planted=planted, leak=leak)
     with folder.lock():
@@ -282,7 +280,8 @@ def _stages(folder: RunFolder, key: str) -> Callable[[str, list[Path], Callable[
 
 def _later_key(inputs: Inputs) -> str:
     """Of every stage from pretraining on."""
-    return _key(inputs.recipe.digest(), public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
+    seen = (public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
+    return _key(inputs.recipe.digest(), *seen, repr(inputs.leak))
 
 
 def _key(*parts: str) -> str:

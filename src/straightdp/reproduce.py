@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from straightdp.errors import BadInput
-from straightdp.files import write_text
+from straightdp.files import write_durably
+from straightdp.folder import RELEASE
 from straightdp.progress import say
 
 GUIDANCE = ("release.weight=0.1", "dpsgd.weight=0.9", "sample.port=guide")
@@ -55,14 +56,14 @@ TABLE3 = {
 
 
 def table3(rows: Sequence[str], seeds: Sequence[int], out: Path, given: tuple[str, ...]) -> str:
-    """Run what is missing of these rows and seeds, keep it in `out`/table3.json, and return the table of all there is.
+    """Run what is missing of these rows and seeds, keep it in `out`/private, and return the table of all there is.
 
     `given` are settings of every run: the model, the private set, N and delta among them.
     """
     if unknown := [name for name in rows if name not in TABLE3]:
         raise BadInput(f"table3 has no row {unknown[0]!r}; its rows: {', '.join(TABLE3)}")
-    out.mkdir(parents=True, exist_ok=True)
-    kept = out / "table3.json"
+    kept = out / "private" / "table3.json"  # measured on private records without noise
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     found: dict[str, dict] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     for seed in seeds:
         for name in rows or TABLE3:
@@ -70,7 +71,7 @@ def table3(rows: Sequence[str], seeds: Sequence[int], out: Path, given: tuple[st
             if key not in found:
                 say(f"--- {key}")
                 found[key] = _measured(TABLE3[name], seed, out, given)
-                write_text(kept, json.dumps(found, indent=1, ensure_ascii=False))
+                write_durably(kept, json.dumps(found, indent=1, ensure_ascii=False).encode(), mode=0o600)
     return describe(found)
 
 
@@ -94,15 +95,13 @@ def _measured(row: Row, seed: int, out: Path, given: tuple[str, ...]) -> dict:
 
 def _figures(run: Path, row: Row) -> dict:
     from straightdp.audits.replay import replay
-    from straightdp.pipeline import NOT_PRIVATE
 
     evaluation = json.loads((run / "private" / "evaluation.json").read_text(encoding="utf-8"))
     score = next((s for s in evaluation["scores"] if s["name"] == row.of), None)
     quality = evaluation.get("quality") or {"features": None, "sets": ()}
     distance = next((one["distance"] for one in quality["sets"] if one["name"] == row.of), None)
     return {
-        "epsilon": replay(run / ("release" if row.noise else NOT_PRIVATE)).epsilon if row.of != ZERO_SHOT else 0.0,
-        "noise": row.noise,
+        "epsilon": (0.0 if row.of == ZERO_SHOT else replay(run / RELEASE).epsilon) if row.noise else None,
         "accuracy": score and score["mean"],
         "probe": score and score["probe"],
         "distance": distance,
@@ -116,13 +115,13 @@ ZERO_SHOT = TABLE3["zero-shot"].of
 
 def describe(found: dict[str, dict]) -> str:
     """Mean and spread over seeds, the paper's beside them."""
-    heads = ("row", "ε", "accuracy", "paper", "distance", "paper's FID")
+    heads = ("internal, not for publication", "ε", "accuracy", "paper", "distance", "paper's FID")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, row in TABLE3.items():
         bodies = [body for key, body in found.items() if key.rpartition(", seed ")[0] == name]
         if not bodies:
             continue
-        epsilon = f"{bodies[0]['epsilon']:.4g}" if bodies[0]["noise"] else "∞"
+        epsilon = "∞" if bodies[0]["epsilon"] is None else f"{bodies[0]['epsilon']:.4g}"
         features = bodies[0]["features"] or ""
         accuracy, fid = row.paper
         cells = (

@@ -28,7 +28,7 @@ UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "model_card.md", "croi
 NOT_RELEASABLE = {
     "pinned": "the noise key was pinned, so whoever knows it can remove the noise",
     "audit": "canaries were planted: this is an audit, not a release",
-    "leaky": "the noise is not what was declared: this is an audit's control",
+    "leaky": "the noise is not what was declared: an audit's control, or a run without noise",
 }
 ASSUMED = {"N", "class list", "image range", "public data"}
 

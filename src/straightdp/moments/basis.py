@@ -75,7 +75,8 @@ def fit_basis(z: Tensor, labels: Tensor, section: Release, bound: float = 1.0) -
     centred = z - mean
     if section.project:
         check_features(section.features, *z.shape)
-        size = 1.001 * math.sqrt(z.shape[1])  # the sizes in a row of unit length, rounded, add up to no more
+        # the sizes in a row of unit length add up to sqrt(d), and rounding adds far less than the bits left over
+        size = 1.001 * math.sqrt(z.shape[1])
         P = on_grid(_directions(centred, section.features), exact_bits(size, bound))
     else:
         P = torch.eye(z.shape[1], dtype=torch.float64)

@@ -67,8 +67,7 @@ def dataset_card(public: PublicFacts) -> str:
         "task_categories:",
         "- image-classification",
         "tags:",
-        "- differential-privacy",
-        "- synthetic",
+        *_tags(public),
         "size_categories:",
         f"- {next((name for most, name in SIZES if public.n_synthetic < most), '100M<n<1B')}",
         "configs:",
@@ -85,6 +84,10 @@ def dataset_card(public: PublicFacts) -> str:
     return _card(public, front, public.title, [what], ["## How to load", LOAD.rstrip()])
 
 
+def _tags(public: PublicFacts) -> list[str]:
+    return ["- differential-privacy", "- synthetic"] if public.releasable else ["- synthetic"]
+
+
 def model_card(public: PublicFacts) -> str:
     """model_card.md of a release, in the Hugging Face model card format: README.md of a model repository."""
     task = "text-to-image" if len(public.classes) > 1 else "unconditional-image-generation"
@@ -93,8 +96,7 @@ def model_card(public: PublicFacts) -> str:
         "library_name: straightdp",
         f"pipeline_tag: {task}",
         "tags:",
-        "- differential-privacy",
-        "- synthetic",
+        *_tags(public),
     ]
     title = f"{public.title}: generator"
     what = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,7 +48,8 @@ class Sd3Backbone:
         self.section = section
         table = read_prompts(section, captions, device)  # first: the text encoders are dropped before the rest comes
         self.prior = load_prior(section, size, device)
-        self.digest = self.prior.digest
+        said = b"".join(part.float().cpu().numpy().tobytes() for part in (table.embeddings, table.pooled))
+        self.digest = hashlib.sha256(self.prior.digest.encode() + said).hexdigest()  # of weights and prompts
         self._net = Velocity(self.prior, table).eval()
         add_adapters(self._net, section.rank, seed)
 

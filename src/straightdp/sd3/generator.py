@@ -28,7 +28,7 @@ class Sd3Generator(Generator):
         save_file(self.backbone.state(self.net), weights)
         body = {
             "sd3": self.backbone.section.model_dump() | {"model": model_name(self.backbone.section.model)},
-            "digest": self.backbone.digest,
+            "digest": self.backbone.prior.digest,
             "size": self.backbone.prior.image[1],
             "classes": list(self.conditioning.classes),
             "captions": list(self.conditioning.captions),
@@ -60,7 +60,7 @@ class Sd3Generator(Generator):
                 "name the model's folder in STRAIGHTDP_SD3"
             )
         backbone = backbone or Sd3Backbone(section, captions, size, 0, device)
-        if backbone.digest != digest:
+        if backbone.prior.digest != digest:
             raise BadInput(
                 f"{release} was made with other weights than {section.model} holds; fetch the model it was made with, "
                 "and name its folder in STRAIGHTDP_SD3"

@@ -40,7 +40,7 @@ class Prior:
     transformer: Any  # diffusers' SD3Transformer2DModel
     vae: Any  # diffusers' AutoencoderKL
     name: str  # as the recipe has it
-    digest: str  # of the weight files
+    digest: str  # of the weight and config files
     image: tuple[int, int, int]
     shape: tuple[int, int, int]  # of a code of such an image
 
@@ -174,9 +174,10 @@ def _frozen(kind: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
 
 
 def _digest(folder: Path) -> str:
-    """sha256 of the names and contents of the weight files that are loaded, in the order of their names."""
+    """sha256 of the names and contents of the weight and config files that are loaded, in the order of their names."""
     digest = hashlib.sha256()
     for part in ("transformer", "vae"):
+        digest.update(f"{part}/config\0{json.dumps(_config(folder, part), sort_keys=True)}\n".encode())
         shards = folder / part / f"{WEIGHTS}.index.json"
         names = set(json.loads(shards.read_text(encoding="utf-8"))["weight_map"].values()) if shards.exists() else ()
         for name in sorted(names or (WEIGHTS,)):

@@ -38,8 +38,8 @@ def make_sd3(
 
     `width` is the transformer's, `vae_width` that of the VAE's first level (each of log2(downsample) more has twice
     as many channels), `text` that of a text token. Every word of `captions` is one token; what else is read is spelt
-    out. `tokens` is the length of what both CLIPs see; the third encoder's is the reader's choice. The same seed and
-    settings give the same weights; the global generator is left as it is.
+    out. `tokens` is the length of what both CLIPs see, as `sd3.tokens` is the third encoder's. `downsample` is a power
+    of two, `width` a multiple of `heads`, `text` and `vae_width` are of 8. The same seed gives the same weights.
     """
     diffusers, transformers = import_module("diffusers"), import_module("transformers")
     words, pieces = _clip_tokenizer(captions, tokens), _t5_tokenizer(captions)
@@ -106,8 +106,8 @@ def flow_matching_loss(
 
 @torch.no_grad()
 def _clip(tokenizer: Any, width: int) -> Any:
-    """CLIP's own start would make all captions nearly alike: words are 50 times louder here, and the end of the text,
-    whose vector stands for the whole, says nothing but what it hears."""
+    """Words are 50 times louder than at CLIP's own start, and the end of the text, whose vector stands for the whole,
+    says nothing but what it hears: of a caption's vectors a third is then its own, and an eighth would be."""
     transformers = import_module("transformers")
     config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -137,11 +137,12 @@ def _clip_tokenizer(captions: Sequence[str], length: int) -> Any:
     while True:
         tokens = dict.fromkeys([*letters, *(a + b for a, b in merges), "<|startoftext|>", "<|endoftext|>"])
         tokenizer = import_module("transformers").CLIPTokenizer(
-            vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges), model_max_length=length
+            vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)
         )
         read = [tokenizer.tokenize(caption) for caption in captions]
         apart = [(a, b) for one in read for a, b in pairwise(one) if not a.endswith("</w>")]
         if not apart:
+            tokenizer.model_max_length = length
             return tokenizer
         merges |= dict.fromkeys(apart)
 

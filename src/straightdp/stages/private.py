@@ -106,7 +106,7 @@ def _eyes(inputs: Inputs, *, words: bool) -> str:
     """How records are seen: by which version, through which autoencoder, and, if captions matter, with which ids."""
     codes = file_hash(inputs.folder.autoencoder) if inputs.recipe.latent.d is not None else ""
     ids = hashlib.sha256(repr(inputs.conditioning.tokenizer).encode()).hexdigest() if words else ""
-    return f"{__version__}|{codes}{inputs.backbone.digest}|{ids}"
+    return f"{__version__}|{codes}{inputs.backbone.digest}|{inputs.space.bound!r}|{ids}"
 
 
 def _recomputes(inputs: Inputs) -> bool:

@@ -91,6 +91,8 @@ def _read_release(path: Path, release: Path) -> Run:
     if not verdict.holds:
         raise BadInput(f"the transcript of {path} does not hold, so its ε is not known ({verdict.text}); leave it out")
     entries = read_chain(data)
+    if entries[0]["noise"] in ("audit", "leaky"):
+        raise BadInput(f"{path} is an audit, or a run without noise: nothing of it is private; leave it out")
     classes = next(entry["value"] for entry in entries if entry.get("name") == "class list")
     resolved = path.resolve()
     return Run(
