@@ -20,15 +20,12 @@ Then Table 3; meant to take about a minute a row on an H200, and two or three fo
 sd3.tokens must be TOKENS: the transformer was trained on captions of that length. Rows that train nothing set
 dpsgd.steps=0 themselves. A first look: --rows zero-shot "moment guidance".
 
-To a machine without a network travel, 52 MiB in all,
+To a machine without a network travel 55 MiB, with 3 MiB of straightdp's own wheels (dp-accounting, pydantic, tomli-w):
 
   pip download --no-deps --python-version 3.12 --only-binary=:all: -d wheels diffusers==0.42.1 transformers==5.22.2 \\
     peft==0.21.2 accelerate==1.15.0                              (6.1 + 12.5 + 0.8 + 0.4 MiB)
   python experiments/sd3_prior.py pack --out flowers64.zip       (11.6 MiB; at 128 pixels the flowers have 51)
   $STRAIGHTDP_DATA/weights/inception_v3_slim_q8.safetensors      (20.8 MiB, for the probe and the distance)
-
-and what straightdp itself wants and is not there (dp-accounting, pydantic and tomli-w with theirs: 3 MiB of wheels).
-There:
 
   for wheel in wheels/*.whl; do python -m zipfile -e $wheel site; done; export PYTHONPATH=src:site
   python experiments/sd3_prior.py train --data flowers64.zip --out runs/prior
@@ -140,7 +137,7 @@ def train(name: str, net: nn.Module, loss: Loss, unseen: Loss, lr: float, second
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), fused=parameters[0].is_cuda)
     average = [p.detach().clone() for p in parameters]
     curve: list[dict[str, float]] = []
-    losses: list[Tensor] = []
+    losses: list[Tensor] = []  # since the last report
 
     def report() -> None:
         known, elapsed = float(torch.stack(losses).mean()), time.monotonic() - start
@@ -199,7 +196,7 @@ def train_vae(vae: Any, seen: Tensor, unseen: Tensor, batch: int, seconds: float
 
 @torch.no_grad()
 def encode(vae: Any, images: Tensor) -> Tensor:
-    """The modes of uint8 images, not scaled."""
+    """uint8 images to the modes of their codes, not scaled."""
     return torch.cat([vae.encode(to_z(part)).latent_dist.mode() for part in images.split(128)])
 
 
@@ -248,9 +245,9 @@ def show(section: Sd3, size: int, captions: list[str], device: torch.device, out
 
 
 def pretrain(options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
     began, device, out = time.monotonic(), torch.device(options.device), options.out
     sizes = (SMALL if options.small else FULL) | {k: v for k, v in vars(options).items() if k in FULL and v is not None}
-    torch.manual_seed(0)
     sets = parts(options.data, sizes["image"])
     counts = {name: len(records) for name, records in sets.items()}
     say(f"images: {counts}, of {len(sets['public'].classes)} classes")
