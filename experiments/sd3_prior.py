@@ -17,8 +17,7 @@ Then Table 3; meant to take about a minute a row on an H200, and two or three fo
     --set distill.steps=400 --set distill.batch=128 \\
     --set sample.n=2040 --set sample.steps=28 --set sample.batch=256 --set sample.guidance=3
 
-sd3.tokens must be TOKENS: the transformer was trained on captions of that length. Rows that train nothing set
-dpsgd.steps=0 themselves. A first look: --rows zero-shot "moment guidance".
+sd3.tokens must be TOKENS: the transformer was trained on captions of that length. A first look: --rows zero-shot.
 
 To a machine without a network travel 55 MiB, with 3 MiB of straightdp's own wheels (dp-accounting, pydantic, tomli-w):
 
@@ -154,7 +153,8 @@ def train(name: str, net: nn.Module, loss: Loss, unseen: Loss, lr: float, second
         value.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        torch._foreach_lerp_(average, [p.data for p in parameters], 1 - min(EMA, (1 + step) / (10 + step)))
+        decay = min(EMA, (1 + step) / (10 + step))  # a short run is not dominated by its start
+        torch._foreach_lerp_(average, [p.data for p in parameters], 1 - decay)  # type: ignore
         losses.append(value.detach())
         if step == 0:
             say(f"{name}: the first step's loss is {value.item():.4f}, after {time.monotonic() - start:.0f} s")
@@ -179,14 +179,12 @@ def train_vae(vae: Any, seen: Tensor, unseen: Tensor, batch: int, seconds: float
         error = (vae.decode(posterior.sample()).sample.float() - z).square().mean()
         return error + KL * posterior.kl().mean() / posterior.mean[0].numel()
 
-    network = half(reconstruct)
-
     def loss() -> Tensor:
-        index = torch.randint(len(seen), (batch,), generator=generator, device=seen.device)
-        z = to_z(seen[index])
+        z = to_z(seen[torch.randint(len(seen), (batch,), generator=generator, device=seen.device)])
         mirrored = torch.rand(batch, 1, 1, 1, generator=generator, device=seen.device) < 0.5
         return network(torch.where(mirrored, z.flip(3), z))
 
+    network = half(reconstruct)
     body = train("VAE", vae, loss, lambda: network(to_z(unseen[:batch])), VAE_LR, seconds)
     latents = encode(vae.eval(), seen)
     scaling = {"shift_factor": float(latents.mean()), "scaling_factor": 1 / float(latents.std())}
@@ -227,9 +225,8 @@ def start_from_zero(transformer: nn.Module) -> None:
     """Each block adds nothing at first, as transformers for diffusion are usually started."""
     for name, module in transformer.named_modules():
         if name.endswith(("norm1.linear", "norm1_context.linear", "norm_out.linear", "proj_out")):
-            assert isinstance(module, nn.Linear)
-            nn.init.zeros_(module.weight)
-            nn.init.zeros_(module.bias)
+            for parameter in module.parameters():
+                nn.init.zeros_(parameter)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Everything that has no result yet, in one queue for one machine: for a GPU that is lent for a while.
 
-  python experiments/sitting.py --heavy 2 --light 2 --stop 570
+python experiments/sitting.py --heavy 2 --light 2 --stop 570
 """
 
 from __future__ import annotations

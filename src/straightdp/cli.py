@@ -211,7 +211,9 @@ def _sd3(options: argparse.Namespace) -> None:
 
 
 def _sd3_evaluate(options: argparse.Namespace) -> None:
-    encoder = ["evaluate.probe=linear"] + ([f"evaluate.clip={_quoted(options.clip)}"] if options.clip else [])
+    if options.clip and not (options.run / "recipe.toml").exists():
+        raise BadInput(f"--clip judges a run; {options.run} is none, and a release by itself is judged by a LeNet")
+    encoder = ("evaluate.probe=linear", f"evaluate.clip={_quoted(options.clip or '')}")
     options.settings = [*encoder, *options.settings]
     _evaluate(options)
 

@@ -123,7 +123,8 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
         if recipe.distill.steps:
             stage("distill", [distilled], lambda: private.distill(inputs, pretrained, moments, tau, distilled))
             start = distilled
-    stage("plan", [folder.plan], lambda: private.plan(inputs, start, tau, folder.plan))
+    if recipe.dpsgd.steps:
+        stage("plan", [folder.plan], lambda: private.plan(inputs, start, tau, folder.plan))
 
     def train() -> None:
         if recipe.dpsgd.steps:
@@ -214,6 +215,9 @@ def _again(out: Path, settings: tuple[str, ...], work: Callable[[Inputs], None])
     if not (folder.recipe.exists() and folder.private.is_dir()):
         raise BadInput(f"{out} is not a run's folder: recipe.toml or private is missing; give one that has both")
     recipe = load(folder.recipe, settings)
+    if (folder.root / NOT_PRIVATE).exists():
+        raise BadInput(f"{out} is a run without noise, which is judged once; run it again with another --out")
+    evaluate.check(recipe, pick_device(recipe.run.device))
     with folder.lock():
         ledger = Ledger(folder.ledger)
         if not (folder.model.exists() and ledger.closed and folder.synthetic.exists()):

@@ -92,6 +92,8 @@ class Recipe(Section):
             raise ValueError(
                 "sd3.model brings its own code and public set: leave out public.data, latent.d and 'from-scratch'"
             )
+        if not self.release.project:
+            raise ValueError("sd3.model's codes are too large to be released whole: leave release.project out")
         if self.image.channels != 3 or self.image.size is None:
             raise ValueError("sd3.model draws colour: set image.channels = 3 and image.size")
         if self.private.caption == OWN_TEXT or self.release.condition not in ("class", "global"):

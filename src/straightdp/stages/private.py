@@ -36,7 +36,8 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     """Stage 1: the declared moment mechanisms, once each."""
     for id in (part.id for part in release_parts(inputs.recipe)):
         vault.bind(id, f"{basis.digest()}|{_eyes(inputs, words=inputs.featuriser is not None)}")
-    stds = {part.id: part.sigma * part.sensitivity for part in ledger.declared.values()}
+    drawn = 1.0 if inputs.leak is None else inputs.leak  # of the declared noise
+    stds = {part.id: part.sigma * part.sensitivity * drawn for part in ledger.declared.values()}
     prompts = None
     if inputs.featuriser is not None:
         features = inputs.featuriser(inputs.conditioning.captions)
