@@ -349,7 +349,7 @@ def test_what_replay_takes_for_known_is_what_the_project_declares():
     from straightdp.recipe import RIVALS, parse
     from straightdp.stages.rivals import mechanism
 
-    releases = [release_parts(parse({"release": {"condition": kind}})) for kind in ("class", "pooled")]
+    releases = [release_parts(parse({"release": {"condition": kind}})) for kind in ("class", "global", "pooled")]
     parts = {p.id: p.sensitivity for release in releases for p in release}
     for method in RIVALS:
         rival = mechanism(parse({"run": {"method": method}}))

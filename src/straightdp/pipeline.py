@@ -66,7 +66,7 @@ def _lead(
     return folder
 
 
-def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, leak: float | None) -> None:
+def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team, leak: float | None = None) -> None:
     """Wait for the leader to come to DP-SGD, and take part in it with the same records; nothing is written."""
     call = team.told()
     if call is None:
