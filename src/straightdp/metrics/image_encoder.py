@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from straightdp.errors import BadInput
+from straightdp.hub import HUB_ID, fetched, one_line
 from straightdp.metrics import inception
 from straightdp.progress import Track, quiet
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's own training images, red, green and blue in [0, 1]
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 KINDS = ("clip", "clip_vision_model")
 EXPECTED = "give a folder that transformers' save_pretrained wrote of a CLIP, or a hub id OWNER/NAME of one"
 NEEDS = "CLIP needs packages that are not here; run pip install 'straightdp[sd3]'"
@@ -100,26 +99,9 @@ def _clip(clip: str, device: torch.device) -> ImageEncoder:
 
 
 def _fetched(clip: str) -> Path:
-    """From the hub, or its cache."""
     if not HUB_ID.fullmatch(clip):
         raise BadInput(f"{clip} is not a folder; {EXPECTED}")
-    try:
-        from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise BadInput(NEEDS) from None
-    try:
-        return Path(snapshot_download(clip, allow_patterns=["config.json", "model*.safetensors*"]))
-    except Exception as error:
-        answers = [getattr(getattr(e, "response", None), "status_code", None) for e in (error, error.__cause__)]
-        if any(answer in (401, 403, 404) for answer in answers):
-            raise BadInput(
-                f"the hub does not hand out {clip} to you; if the name is right, accept the licence on the model's "
-                "page, then log in with `hf auth login` or set HF_TOKEN"
-            ) from None
-        raise BadInput(
-            f"{clip} is not a folder here and could not be fetched from the hub ({_line(error)}); check the "
-            "connection, or copy the model here and give its folder"
-        ) from None
+    return fetched(clip, ["config.json", "model*.safetensors*"])
 
 
 def _load(clip: str, folder: Path) -> Any:
@@ -139,15 +121,11 @@ def _load(clip: str, folder: Path) -> Any:
     except BadInput:
         raise
     except Exception as error:
-        raise BadInput(f"{clip} could not be loaded as a CLIP ({_line(error)}); {EXPECTED}") from None
+        raise BadInput(f"{clip} could not be loaded as a CLIP ({one_line(error)}); {EXPECTED}") from None
     net, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers has drawn them at random
         raise BadInput(f"{clip} lacks weights of CLIP's image side ({missing[0]} for one); {EXPECTED}")
     return net.eval().requires_grad_(False)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 @contextmanager

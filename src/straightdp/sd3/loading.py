@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from torch import Tensor
 
 from straightdp.errors import BadInput
 from straightdp.files import file_hash
+from straightdp.hub import HUB_ID, fetched, one_line
 from straightdp.recipe import Sd3
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 T5 = ("text_encoder_3", "tokenizer_3")
 NOT_FETCHED = ["*.fp16*", "*.bin", "*.msgpack", "*.onnx*"]  # other copies of the same weights
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 EXPECTED = "give a folder that diffusers' save_pretrained wrote of a Stable Diffusion 3, or a hub id OWNER/NAME of one"
 
 
@@ -103,7 +102,7 @@ def _diffusers() -> Any:
         import transformers  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise BadInput(
-            f"sd3.model needs packages that are not here ({_line(error)}); run pip install 'straightdp[sd3]'"
+            f"sd3.model needs packages that are not here ({one_line(error)}); run pip install 'straightdp[sd3]'"
         ) from None
     return diffusers
 
@@ -112,7 +111,8 @@ def _folder(name: str, parts: Sequence[str]) -> Path:
     """Where the model lies; one that is not a folder here is taken from the hub, or its cache. Has all `parts`."""
     folder = Path(name).expanduser()
     if not folder.exists() and HUB_ID.fullmatch(name):
-        folder = _snapshot(name, parts)
+        wanted = ["model_index.json", "transformer/config.json", *(f"{part}/*" for part in parts)]
+        folder = fetched(name, wanted, NOT_FETCHED)
     if not folder.is_dir():
         raise BadInput(f"sd3.model = {name!r} is not a folder; {EXPECTED}")
     try:
@@ -125,25 +125,6 @@ def _folder(name: str, parts: Sequence[str]) -> Path:
     if missing:
         raise BadInput(f"sd3.model = {name!r} lacks {', '.join(missing)}; fetch or copy the whole model again")
     return folder
-
-
-def _snapshot(name: str, parts: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
-
-    wanted = ["model_index.json", "transformer/config.json", *(f"{part}/*" for part in parts)]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=NOT_FETCHED))
-    except Exception as error:
-        answers = [getattr(getattr(e, "response", None), "status_code", None) for e in (error, error.__cause__)]
-        if any(answer in (401, 403, 404) for answer in answers):
-            raise BadInput(
-                f"{name} is not a folder here, and the hub does not hand it out to you; if the name is right, accept "
-                "the licence on the model's page, then log in with `hf auth login` or set HF_TOKEN"
-            ) from None
-        raise BadInput(
-            f"{name} is not a folder here and could not be fetched from the hub ({_line(error)}); check the "
-            "connection, or copy the model here and give its folder"
-        ) from None
 
 
 def _code_shape(folder: Path, size: int) -> tuple[int, int, int]:
@@ -204,9 +185,5 @@ def _explained(name: str):
         ) from None
     except Exception as error:
         raise BadInput(
-            f"sd3.model = {name!r} could not be loaded ({_line(error)}); fetch or copy the whole model again"
+            f"sd3.model = {name!r} could not be loaded ({one_line(error)}); fetch or copy the whole model again"
         ) from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
