@@ -82,6 +82,21 @@ def test_agreement_compares_what_is_said_with_what_is_found_slot_by_slot(slot):
     assert measures_of(train, None).agreement(copycat, sets, slot) == [1.0, 1 - 6 / 30]
 
 
+def test_consistency_trains_once_and_ends_with_the_held_out_records():
+    train, holdout, made = some(30, 0), some(40, 1), some(20, 2)
+    trained = []
+
+    def fit(z, y):
+        trained.append(len(z))
+        return copycat(z, y)
+
+    sets = [(made.z(), torch.from_numpy(made.labels))]
+    measures = measures_of(train, holdout)
+    apart = [*measures.agreement(copycat, sets, 0), measures.real_accuracy(copycat)]
+    assert measures.consistency(fit, sets) == apart
+    assert trained == [30]
+
+
 @pytest.mark.parametrize("n_public", [12, 25, 60])
 def test_domain_rates_come_from_a_balanced_training_set_and_end_with_the_held_out_records(n_public):
     """Private records are light and public ones are dark, but for four of the held-out ones."""

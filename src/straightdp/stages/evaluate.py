@@ -183,8 +183,7 @@ def _label_aware(inputs: Inputs, sets: list[ImageSet], classifier: FitClassifier
         return lambda a, b: classifier(a, b, classes, 0)
 
     public, classes = inputs.public.z(), len(inputs.intake.classes)
-    found = measures.agreement(fit_of(classes), [(one.z, one.y) for one in sets], 0)
-    found.append(measures.real_accuracy(fit_of(classes)))
+    found = measures.consistency(fit_of(classes), [(one.z, one.y) for one in sets])
     rates: list[float | None] = [None] * (len(sets) + 1)
     names = [*(one.name for one in sets), "held-out real records"]
     if len(public):
