@@ -279,12 +279,13 @@ def test_no_more_records_are_shown_or_measured_than_there_are_or_were_asked_for(
     [
         lambda m: m.accuracy(lambda z: z),
         lambda m: m.real_accuracy(copycat),
+        lambda m: m.consistency(copycat, []),
         lambda m: m.domain_rates(copycat, some(5, 1).z(), []),
         lambda m: m.quality(Looking(), torch.zeros(9, 4), None, 10),
         lambda m: m.quality_of_training(Looking(), 5, 10),
         lambda m: m.closeness(some(5, 1).z(), torch.zeros(5), shown=1, k=1),
     ],
-    ids=["accuracy", "real_accuracy", "domain_rates", "quality", "quality_of_training", "closeness"],
+    ids=["accuracy", "real_accuracy", "consistency", "domain_rates", "quality", "quality_of_training", "closeness"],
 )
 def test_without_held_out_records_nothing_is_measured_on_them(ask):
     measures = measures_of(some(10, 0), None)
@@ -300,8 +301,8 @@ def test_records_are_behind_the_measures_alone():
     measures.quality(look, look(train.z()), None, 20)  # so that whatever is kept for later is there
     found = measures.closeness(train.z(), torch.zeros(20), shown=2, k=2)
     assert {name for name in dir(measures) if not name.startswith("_")} == {
-        "accuracy", "agreement", "closeness", "domain_rates", "enough", "holdout_n", "quality", "quality_of_training",
-        "real_accuracy", "scores",
+        "accuracy", "agreement", "closeness", "consistency", "domain_rates", "enough", "holdout_n", "quality",
+        "quality_of_training", "real_accuracy", "scores",
     }  # fmt: skip
     assert all(name.startswith("_Measures__") for name in vars(measures))
     assert repr(measures) == object.__repr__(measures)
