@@ -7,8 +7,11 @@ import torch
 from straightdp.data.captions import Template
 from straightdp.data.records import Records, to_pixels
 from straightdp.errors import BadInput
+from straightdp.moments.basis import fit_basis
+from straightdp.moments.statistics import class_moments
 from straightdp.privacy import measures as module
 from straightdp.privacy.measures import Closeness, Measures
+from straightdp.recipe import Release
 
 CLASSES, SIZES = ("ant", "bee", "cat"), ("big", "small")
 PROMPTS = Template.read("a {size} {label}", CLASSES, {"size": SIZES})
@@ -24,10 +27,11 @@ def sizes_of(records: Records) -> np.ndarray:
     return (records.x[:, 0, 0, 0] % 2).astype(np.int64)
 
 
-def measures_of(train: Records, holdout: Records | None) -> Measures:
+def measures_of(train: Records, holdout: Records | None, own: int | None = None) -> Measures:
     captions = PROMPTS.captions()
     said = [f"a {SIZES[k]} {CLASSES[y]}" for y, k in zip(train.labels, sizes_of(train), strict=True)]
-    return Measures(train, holdout, PROMPTS, np.array([captions.index(text) for text in said], dtype=np.int64))
+    prompt = np.array([captions.index(text) for text in said], dtype=np.int64)
+    return Measures(train, holdout, PROMPTS, prompt, own)
 
 
 def rows_in(z: torch.Tensor, records: Records) -> list[int]:
@@ -114,6 +118,19 @@ def test_domain_rates_come_from_a_balanced_training_set_and_end_with_the_held_ou
     (z, y), n = seen[0], min(25, n_public)
     assert torch.bincount(y).tolist() == [n, n]
     assert len(set(rows_in(z[y == 0], train))) == len(set(rows_in(z[y == 1], public))) == n
+
+
+def test_the_exact_sum_leaves_canaries_out():
+    train, public = some(30, 0), some(80, 1)
+    basis = fit_basis(public.z(), torch.from_numpy(public.labels), Release(features=5, rank=3), 4.0)
+    statistic = class_moments(basis, 3)
+    found = measures_of(train, None, own=22).exact_sum(statistic, lambda z: z)
+    slow = np.zeros_like(found)
+    for z, label in zip(train.z()[:22], train.labels[:22], strict=True):
+        one = statistic.vectors(z.flatten()[None].double(), torch.tensor([label]))[0].numpy()
+        slow[label] += one
+    assert found == pytest.approx(slow, abs=1e-6)
+    assert found[:, 0].sum() == pytest.approx(22, abs=1e-6)
 
 
 # --- features ---------------------------------------------------------------------------------------------
@@ -301,8 +318,8 @@ def test_records_are_behind_the_measures_alone():
     measures.quality(look, look(train.z()), None, 20)  # so that whatever is kept for later is there
     found = measures.closeness(train.z(), torch.zeros(20), shown=2, k=2)
     assert {name for name in dir(measures) if not name.startswith("_")} == {
-        "accuracy", "agreement", "closeness", "consistency", "domain_rates", "enough", "holdout_n", "quality",
-        "quality_of_training", "real_accuracy", "scores",
+        "accuracy", "agreement", "closeness", "consistency", "domain_rates", "enough", "exact_sum", "holdout_n",
+        "quality", "quality_of_training", "real_accuracy", "scores",
     }  # fmt: skip
     assert all(name.startswith("_Measures__") for name in vars(measures))
     assert repr(measures) == object.__repr__(measures)

@@ -304,7 +304,15 @@ def test_more_records_than_the_declared_n_are_refused(tmp_path):
 def test_the_vault_has_no_way_to_read_a_record(tmp_path):
     vault = make_vault(tmp_path, some_records(4))
     public = {name for name in dir(vault) if not name.startswith("_")}
-    assert public == {"n", "classes", "gaussian_sum", "noisy_gradient", "vote_histogram", "bind"}
+    assert public == {"n", "classes", "gaussian_sum", "noisy_gradient", "vote_histogram", "bind", "released"}
+
+
+def test_what_was_given_out_is_kept_with_its_noise(tmp_path):
+    vault = make_vault(tmp_path, some_records(4))
+    assert vault.released == {}
+    noisy = vault.gaussian_sum("sum", RowSum(lambda z, y: z, 4, 2.0))
+    np.testing.assert_array_equal(vault.released["sum"], noisy)
+    assert not np.array_equal(noisy[0], some_records(4).z().flatten(1).sum(dim=0).numpy())
 
 
 def test_a_mechanism_runs_once(tmp_path):

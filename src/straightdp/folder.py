@@ -36,6 +36,7 @@ class RunFolder:
         self.autoencoder = self.checkpoints / "autoencoder.safetensors"
         self.prior = self.checkpoints / "prior.safetensors"
         self.calibration = self.checkpoints / "calibration.safetensors"
+        self.sums = self.checkpoints / "sums.safetensors"
         self.horizon = self.checkpoints / "horizon.json"
         self.allocation = self.checkpoints / "allocation.json"
         self.plateau = self.checkpoints / "plateau.json"

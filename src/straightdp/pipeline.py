@@ -118,7 +118,8 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     ledger, vault = _declare(inputs, certificate)
     start, moments = pretrained, None
     if basis is not None and release_parts(recipe):
-        stage("release", [folder.moments], lambda: private.release(inputs, basis, vault, ledger, folder.moments))
+        outputs = [folder.moments, folder.sums]
+        stage("release", outputs, lambda: private.release(inputs, basis, vault, ledger, folder.moments))
         moments = MomentModel.load(folder.moments)
         if recipe.distill.steps:
             stage("distill", [distilled], lambda: private.distill(inputs, pretrained, moments, tau, distilled))

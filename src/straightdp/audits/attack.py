@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from straightdp import cache, pipeline
-from straightdp.audits import canaries, membership, one_run
+from straightdp.audits import canaries, membership, one_run, sums
 from straightdp.audits.membership import Attack
 from straightdp.audits.noise_check import noise_ratios
 from straightdp.audits.one_run import OneRun
@@ -27,7 +27,10 @@ from straightdp.errors import BadInput
 from straightdp.files import write_durably
 from straightdp.folder import RunFolder
 from straightdp.generator import Generator
+from straightdp.moments.release import MEANS
+from straightdp.moments.statistics import class_moments
 from straightdp.nets.velocity import VelocityNet
+from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.planted import Planted, coins
 from straightdp.privacy.workload import Certificate
 from straightdp.progress import say, tracker
@@ -35,8 +38,10 @@ from straightdp.recipe import OWN_TEXT, RIVALS, Recipe
 from straightdp.recipe import load as load_recipe
 from straightdp.stages.gather import certificate_of
 from straightdp.stages.inputs import Inputs
+from straightdp.stages.public import load_basis
 
 CONFIDENCE = 0.95
+BETA = (1 - CONFIDENCE) / 2  # of each one-run audit: there are two, so both hold together with CONFIDENCE
 TELLS = 0.75  # an AUC surely above this is a leak; one nearer 0.5 may come from sets that differ, or few shadows
 HONEST, CONTROL = "honest", "leaky"
 
@@ -45,11 +50,12 @@ Scores = Callable[[Tensor, Tensor], np.ndarray]
 
 @dataclass(frozen=True)
 class Findings:
-    """What the attacks made of one run. `noise` is each mechanism's noise over what was declared, and how likely
-    it is to be as far off."""
+    """What the attacks made of one run: `one_run` guesses from the network, `from_sums` from the released class sums,
+    if there are any. `noise` is each mechanism's noise over what was declared, and how likely one as far off is."""
 
     claimed: float
     one_run: OneRun
+    from_sums: OneRun | None
     loss: Attack
     lira: Attack | None
     exposure: float
@@ -62,10 +68,15 @@ class Findings:
     replayed: str
 
     @property
+    def bound(self) -> float:
+        """The lower bound on epsilon."""
+        return max(one.bound for one in (self.one_run, self.from_sums) if one)
+
+    @property
     def suspicions(self) -> list[str]:
         """What speaks against the claim, in words; an honest run has none, but for bad luck."""
         found = []
-        if self.one_run.bound > self.claimed:
+        if self.bound > self.claimed:
             found.append(f"the one-run audit refutes ε = {self.claimed:.3g}")
         attacks = {"loss": self.loss, "LiRA": self.lira}
         found += [f"{name} tells members from others" for name, a in attacks.items() if a and a.interval[0] > TELLS]
@@ -152,6 +163,10 @@ def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: l
             for mine, theirs in zip((members, others), zip(*pairs, strict=True), strict=True)
         ]
         lira = membership.roc(*sides)
+
+    def guessed(scores: np.ndarray) -> OneRun:
+        return one_run.audit(scores, planted.included, section.guesses, inputs.recipe.privacy.delta, BETA)
+
     exposures = canaries.exposure(gain[:m][planted.included], gain[m:])
     samples = generator.draw(
         generator.prompts(section.samples, inputs.device),
@@ -164,7 +179,8 @@ def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: l
     verdict: Verdict = replay(inputs.folder.release)
     return Findings(
         claimed=verdict.epsilon,
-        one_run=one_run.audit(gain[:m], planted.included, section.guesses, inputs.recipe.privacy.delta, 1 - CONFIDENCE),
+        one_run=guessed(gain[:m]),
+        from_sums=None if (found := _sum_scores(inputs, z[:m], y)) is None else guessed(found),
         loss=membership.roc(members, others),
         lira=lira,
         exposure=float(exposures.mean()),
@@ -176,6 +192,22 @@ def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: l
         noise=noise_ratios(inputs.folder),
         replayed=verdict.text,
     )
+
+
+def _sum_scores(inputs: Inputs, z: Tensor, y: Tensor) -> np.ndarray | None:
+    """Of canaries z under classes y, from the released sums of the class means, if there are any."""
+    from safetensors.torch import load_file
+
+    kept = load_file(inputs.folder.sums) if inputs.folder.sums.exists() else {}
+    if MEANS not in kept:
+        return None
+    basis = load_basis(inputs.folder.calibration)
+    statistic = class_moments(basis, len(inputs.intake.classes))
+    part = Ledger(inputs.folder.ledger, reads=True).declared[MEANS]
+    known = inputs.intake.measures.exact_sum(statistic, inputs.space.encode)
+    vectors = statistic.vectors(inputs.space.encode(z).flatten(1).cpu().double(), y)
+    std = part.sigma * part.sensitivity
+    return sums.canary_scores(kept[MEANS].numpy(), known, vectors.numpy(), y.numpy(), std)
 
 
 def check_report(recipe: Recipe, run: Path) -> None:
@@ -192,7 +224,7 @@ def add_to_report(found: dict[str, Findings], run: Path) -> None:
     honest, control = found[HONEST], found[CONTROL]
     fact = {
         "claimed": honest.claimed,
-        "lower_bound": honest.one_run.bound,
+        "lower_bound": honest.bound,
         "confidence": CONFIDENCE,
         "what": f"another training run of the recipe, with {honest.one_run.m} canaries",
         "positive_control": f"with noise that was not what was declared: {'; '.join(control.suspicions) or 'nothing'}",
@@ -207,13 +239,17 @@ def table(found: dict[str, Findings]) -> str:
     def rate(value: float | None) -> str:
         return "too few" if value is None else f"{value:.3f}"
 
+    def right(one: OneRun | None) -> str:
+        return "not run" if one is None else f"{one.v} of {one.r} ({one.m} canaries)"
+
     def attack(a: Attack | None) -> str:
         return "not run" if a is None else f"{a.auc:.3f} ({a.interval[0]:.3f} to {a.interval[1]:.3f})"
 
     rows: list[tuple[str, Callable[[Findings], str]]] = [
         ("claimed ε", lambda f: f"{f.claimed:.4g}"),
-        (f"one-run lower bound on ε ({CONFIDENCE:.0%})", lambda f: f"{f.one_run.bound:.3f}"),
-        ("its guesses right", lambda f: f"{f.one_run.v} of {f.one_run.r} ({f.one_run.m} canaries)"),
+        (f"one-run lower bound on ε ({CONFIDENCE:.0%})", lambda f: f"{f.bound:.3f}"),
+        ("  right guesses from the network", lambda f: right(f.one_run)),
+        ("  right guesses from the released sums", lambda f: right(f.from_sums)),
         ("membership by loss, AUC", lambda f: attack(f.loss)),
         ("  true positives at 1 % and 0.1 % false", lambda f: f"{rate(f.loss.tpr_at_1)}, {rate(f.loss.tpr_at_01)}"),
         ("membership by LiRA, AUC", lambda f: attack(f.lira)),

@@ -17,12 +17,15 @@ from straightdp.metrics.label_aware import per_class_frechet
 from straightdp.metrics.neighbours import nearest
 from straightdp.metrics.precision_recall import precision_recall
 from straightdp.metrics.probe import Predict, agreement
+from straightdp.privacy.mechanisms import RowSum
 
 Fit = Callable[[Tensor, Tensor], Predict]
 Score = Callable[[Tensor, Tensor], np.ndarray]
 """Images in [-1, 1] and their classes to one score a record: higher for what looks trained on."""
 
 FeatureMap = Callable[[Tensor], Tensor]
+Encode = Callable[[Tensor], Tensor]
+"""Images in [-1, 1] to records of the space that a run works in."""
 
 K = 3  # of precision and recall: a ball reaches its K-th neighbour
 YARDSTICK = 1000  # images and held-out records whose nearest training record is looked for
@@ -101,6 +104,12 @@ class Measures:
             return score(to_z(records.x[rows]), torch.from_numpy(records.labels[rows]))
 
         return of(train, min(len(train), self.__own or len(train))), of(holdout, len(holdout))
+
+    def exact_sum(self, statistic: RowSum, encode: Encode) -> np.ndarray:
+        """The statistic's sum over the training records, canaries left out: what who knows them all would subtract."""
+        own = self.__own or len(self.__train)
+        z, y = encode(to_z(self.__train.x[:own])), torch.from_numpy(self.__train.labels[:own].astype(np.int64))
+        return statistic.assemble(statistic.exact(z, y))
 
     def quality(self, features: FeatureMap, found: Tensor, y: Tensor | None, most: int) -> dict:
         """Distance, precision, recall and distance within each class of features `found` to held-out records.

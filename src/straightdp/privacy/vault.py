@@ -88,6 +88,7 @@ class Vault:
         self.__norms: list[tuple[str, int, list[torch.Tensor], float, torch.Tensor, int]] = []
         self.n = n
         self.classes = len(records.classes)
+        self.released: dict[str, np.ndarray] = {}  # what mechanisms of one execution gave out, noise and all
 
     def gaussian_sum(self, id: str, statistic: BoundedSum, step: int = 0) -> np.ndarray:
         """The statistic's sum over all records plus discrete Gaussian noise, in the statistic's own units.
@@ -112,7 +113,10 @@ class Vault:
         given = features_of() if statistic.condition == "caption" and features_of else self.__labels
         exact = statistic.exact(self.__z(), given)
         self.__noise.bind(name, b"".join(exact[group].tobytes() for group in sorted(exact)))
-        return statistic.assemble({group: exact[group] + noise[group] for group in exact})
+        noisy = statistic.assemble({group: exact[group] + noise[group] for group in exact})
+        if part.count == 1:
+            self.released[id] = noisy.copy()
+        return noisy
 
     def vote_histogram(self, id: str, step: int, see: FeatureMap, candidates: torch.Tensor) -> np.ndarray:
         """How many records have each candidate of their class for their nearest one, plus discrete Gaussian noise.
