@@ -14,7 +14,7 @@ from torch import Tensor
 from straightdp.errors import BadInput
 from straightdp.privacy.mechanisms import RowSum
 from straightdp.rivals.dp_merf import median_squared_distance
-from straightdp.rivals.embedding import ROOM, Numbers, as_seen, members
+from straightdp.rivals.embedding import ROOM, Numbers, as_seen
 
 GRID = 2**16  # points on which the largest length of a pixel's features is looked for
 
@@ -74,8 +74,8 @@ class DpHp:
     def statistic(self, classes: int, device: torch.device) -> RowSum:
         return RowSum(lambda z, _: self.phi(as_seen(z)), self.width, bound=1.0, blocks=classes, device=device)
 
-    def class_sums(self, z: Tensor, y: Tensor, classes: int) -> Tensor:
-        return members(y, classes, z) @ self.phi(z)
+    def class_sums(self, z: Tensor) -> Tensor:
+        return self.phi(z.flatten(0, 1)).unflatten(0, z.shape[:2]).sum(dim=1)
 
     def digest(self) -> str:
         return self._numbers.digest("dp-hp", self.rho, self.order, self.pair_order, self._scales)

@@ -64,14 +64,10 @@ class DpNtk:
             lambda z, _: self.factors(as_seen(z)), self._p, self._q, self._p + 1, blocks=classes, device=device
         )
 
-    def class_sums(self, z: Tensor, y: Tensor, classes: int) -> Tensor:
-        left, right, rest = self.factors(z)
-        sums = []
-        for k in range(classes):
-            rows = (y == k).nonzero()[:, 0]
-            product = left[rows].T @ right[rows]  # a record's own p q numbers are never written out
-            sums.append(torch.cat([product.flatten(), rest[rows].sum(dim=0)]))
-        return torch.stack(sums)
+    def class_sums(self, z: Tensor) -> Tensor:
+        left, right, rest = (part.unflatten(0, z.shape[:2]) for part in self.factors(z.flatten(0, 1)))
+        product = left.transpose(1, 2) @ right  # a record's own p q numbers are never written out
+        return torch.cat([product.flatten(1), rest.sum(dim=1)], dim=1)
 
     def digest(self) -> str:
         return self._numbers.digest("dp-ntk", self._copies)

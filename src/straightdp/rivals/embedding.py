@@ -9,7 +9,6 @@ import hashlib
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from straightdp.moments.basis import Z_BITS, on_grid
@@ -34,8 +33,8 @@ class Embedding(Protocol):
         """What the vault sums, working on `device`: phi into the block of the record's class. Its bound is 1."""
         ...
 
-    def class_sums(self, z: Tensor, y: Tensor, classes: int) -> Tensor:
-        """Sums of phi by class, (classes, width), float32 on z's device and differentiable in z (n, d)."""
+    def class_sums(self, z: Tensor) -> Tensor:
+        """Of as many images of every class, z (classes, n, d): the sums of phi, (classes, width), differentiable."""
         ...
 
     def digest(self) -> str:
@@ -67,8 +66,3 @@ class Numbers:
 def as_seen(z: Tensor) -> Tensor:
     """Records as the vault's side takes them: within [-1, 1], on a grid on which float64 adds products exactly."""
     return on_grid(z.clamp(-1, 1), Z_BITS)
-
-
-def members(y: Tensor, classes: int, like: Tensor) -> Tensor:
-    """(classes, n): 1 where a record is of that class. Products with it add by class in an order that is fixed."""
-    return F.one_hot(y, classes).T.to(like.dtype)

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from straightdp.flow.fit import fit, step_generator
+from straightdp.compiled import Compiled
+from straightdp.flow.fit import fit, step_generator, trainable
 from straightdp.progress import Track
 from straightdp.rivals.embedding import Embedding
 
@@ -32,7 +32,7 @@ class Generator(nn.Module):
 
     def forward(self, code: Tensor, y: Tensor) -> Tensor:
         """Codes (n, code) and classes (n,) to images (n, C, H, W)."""
-        one_hot = F.one_hot(y, self.classes).to(code.dtype)
+        one_hot = (y[:, None] == torch.arange(self.classes, device=y.device)).to(code.dtype)  # can be traced
         return self.layers(torch.cat([code, one_hot], dim=1)).reshape(-1, *self.shape)
 
 
@@ -49,6 +49,7 @@ def match(
     seed: int,
     checkpoint: Path,
     track: Track,
+    compile: bool = False,
 ) -> Generator:
     """Fit a generator to `target` (classes, width), the released sums over the declared n; work where target is.
 
@@ -65,12 +66,23 @@ def match(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = Generator(shape, classes, hidden=hidden, code=code).to(device)
-    y = torch.arange(classes, device=device).repeat(-(-batch // classes))
+    y = torch.arange(classes, device=device).repeat_interleave(-(-batch // classes))
+    parameters = trainable(net)
+
+    def loss_gradient(drawn: Tensor) -> tuple[Tensor, ...]:
+        sums = embedding.class_sums(net(drawn, y).reshape(classes, -1, math.prod(shape)))
+        return torch.autograd.grad((target - sums / len(y)).square().sum(), parameters)
+
+    def codes(step: int) -> Tensor:
+        return torch.randn(len(y), code, generator=step_generator(seed, "match", step, device), device=device)
+
+    fast = Compiled(loss_gradient, enabled=compile)
+    if compile:
+        loss_gradient(codes(0))  # what phi keeps on the device must be there before the step is traced
 
     def gradients(step: int) -> None:
-        drawn = torch.randn(len(y), code, generator=step_generator(seed, "match", step, device), device=device)
-        sums = embedding.class_sums(net(drawn, y).flatten(1), y, classes)
-        (target - sums / len(y)).square().sum().backward()
+        for parameter, gradient in zip(parameters, fast(codes(step)), strict=True):
+            parameter.grad = gradient
 
     about = (embedding.digest(), shape, hidden, code, steps, batch, lr, seed, device.type)
     identity = hashlib.sha256(repr(about).encode() + target.cpu().numpy().tobytes()).hexdigest()

@@ -65,6 +65,7 @@ def match(inputs: Inputs, released: Path) -> None:
         seed=recipe.run.seed,
         checkpoint=inputs.folder.checkpoints / "match.pt",
         track=tracker("match"),
+        compile=inputs.compile,
     )
     _save(inputs, net.state_dict())
 
