@@ -47,7 +47,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from runner import device as device_name
 from torch import Tensor, nn
 
 from straightdp.compiled import half
@@ -57,6 +56,7 @@ from straightdp.flow.fit import trainable
 from straightdp.flow.sampler import euler, guided
 from straightdp.progress import say
 from straightdp.recipe import Sd3
+from straightdp.reproduce.gather import device as device_name
 from straightdp.sd3.codes import VaeCodes
 from straightdp.sd3.loading import PromptTable, load_prior, read_prompts
 from straightdp.sd3.small import flow_matching_loss, make_sd3

@@ -109,14 +109,39 @@ def build_parser() -> argparse.ArgumentParser:
     judge.add_argument("--set", dest="settings", action="append", default=[], metavar="evaluate.KEY=VALUE")
     judge.set_defaults(command=_sd3_evaluate)
 
-    reproduce = commands.add_parser("reproduce", help="run a table of the paper, row by row; goes on where it was")
-    reproduce.add_argument("name", choices=["table3"], help="table3: Stable Diffusion 3, guided or adapted")
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="run the paper's tables, row by row; goes on where it was",
+        description="Run what is missing of the named tables, keep every result as it comes, and write each table as "
+        "Markdown, LaTeX and HTML with the paper's values beside ours. Rows that several tables show run once. "
+        "--set changes every run, but not what makes a row what it is.",
+        epilog="Rows take turns at a GPU, since two that fill it gain nothing beside each other; a second process "
+        "starts, plans and reads while the first trains. Without a GPU rows share the cores.",
+    )
+    reproduce.add_argument(
+        "names", nargs="*", metavar="NAME", help="tables, or files like those in experiments/tables; none lists them"
+    )
     reproduce.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="left out, all of them")
-    reproduce.add_argument("--seeds", nargs="+", type=int, default=[0])
-    reproduce.add_argument("--model", help="the frozen model: a folder, or an id on the hub")
-    reproduce.add_argument("--private", help="the private set: a folder, a file or a name")
-    reproduce.add_argument("--out", type=Path, default=Path("reproduced"), help="folder of the runs and the table")
-    reproduce.add_argument("--dry-run", action="store_true", help="only what each row needs with the real model")
+    reproduce.add_argument("--epsilons", nargs="+", type=float, default=[], metavar="E", help="left out, all of them")
+    reproduce.add_argument("--seeds", nargs="+", type=int, default=[], metavar="S", help="left out, the table's own")
+    reproduce.add_argument("--model", help="of table3: the frozen model, a folder or an id on the hub")
+    reproduce.add_argument("--private", help="of table3: the private set, a folder, a file or a name")
+    reproduce.add_argument("--out", type=Path, default=Path("reproduced"), help="folder of the runs and their logs")
+    reproduce.add_argument("--results", type=Path, help="folder of figures and tables; left out, OUT/private")
+    reproduce.add_argument("--processes", type=int, default=1, metavar="K", help="rows at once; 2 suit one GPU (1)")
+    reproduce.add_argument(
+        "--stop", type=float, default=float("inf"), metavar="SECONDS", help="then end what runs: it can go on"
+    )
+    reproduce.add_argument("--again", action="store_true", help="run also what lacks a figure that its table shows")
+    reproduce.add_argument("--print", action="store_true", help="only show what is there")
+    reproduce.add_argument(
+        "--format", choices=["markdown", "latex", "html"], default="markdown", help="of what is shown"
+    )
+    reproduce.add_argument(
+        "--dry-run", action="store_true", help="only say what would run; of table3 also its memory and time"
+    )
+    reproduce.add_argument("--slurm", type=Path, metavar="FILE", help="write an array job of the missing rows instead")
+    reproduce.add_argument("--submit", action="store_true", help="with --slurm: hand it to sbatch")
     _add_settings(reproduce)
     reproduce.set_defaults(command=_reproduce)
 
@@ -359,17 +384,16 @@ def _compare(options: argparse.Namespace) -> None:
     print(compare(options.runs, options.out))
 
 
-def _reproduce(options: argparse.Namespace) -> None:
-    from straightdp import reproduce
+def _reproduce(options: argparse.Namespace) -> int:
+    from straightdp.reproduce.command import reproduce
 
-    if options.dry_run:
-        from straightdp.sd3 import estimates
-
-        print(estimates.table(estimates.estimate(options.rows or list(reproduce.TABLE3))))
-        return
-    named = {"sd3.model": options.model, "private.data": options.private}
-    given = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
-    print(reproduce.table3(options.rows, options.seeds, options.out, (*given, *options.settings)))
+    if options.submit and options.slurm is None:
+        raise BadInput("--submit hands over what --slurm FILE writes; give both")
+    try:
+        return reproduce(options)
+    except KeyboardInterrupt:
+        print("straightdp: interrupted; the same command goes on", file=sys.stderr)
+        return 130
 
 
 def _data(options: argparse.Namespace) -> int:

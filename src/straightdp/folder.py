@@ -12,6 +12,7 @@ from pathlib import Path
 from straightdp.errors import BadInput
 from straightdp.files import file_hash, write_text
 from straightdp.recipe import Recipe, load
+from straightdp.turns import turn
 
 RELEASE, AUDITED, NOT_PRIVATE = KINDS = ("release", "audited", "private/not-private")
 """What a run makes, in which folder: a release, an audit's network, or what has no noise at all."""
@@ -106,9 +107,11 @@ class RunFolder:
         stamp = stamps.get(name)
         if stamp and stamp["key"] == key and stamp["outputs"] == self._hashes(outputs):
             return False
-        start = time.monotonic()
-        work()
-        entry = {"key": key, "outputs": self._hashes(outputs), "seconds": time.monotonic() - start}
+        with turn(name):
+            start = time.monotonic()
+            work()
+            seconds = time.monotonic() - start
+        entry = {"key": key, "outputs": self._hashes(outputs), "seconds": seconds}
         write_text(self.stamps, json.dumps(self.read_stamps() | {name: entry}, indent=1))
         return True
 

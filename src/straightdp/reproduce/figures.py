@@ -1,0 +1,92 @@
+"""What a table may show of a run: each figure's head, its digits, and where it lies in the run's result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SYNTHETIC, PUBLIC = "synthetic data", "public model only"  # sets of an evaluation
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`get` takes a result and the name of a set; KeyError and None mean that it was not measured."""
+
+    head: str
+    digits: int
+    get: Callable[[dict, str], float | None]
+
+    def of(self, body: dict, name: str = SYNTHETIC) -> float | None:
+        try:
+            return self.get(body, name)
+        except KeyError:
+            return None
+
+
+def _quality(key: str) -> Callable[[dict, str], float | None]:
+    return lambda body, of: _named(body["quality"]["sets"], of)[key]
+
+
+def _label_aware(key: str) -> Callable[[dict, str], float | None]:
+    return lambda body, of: _named(body["label_aware"], of)[key]
+
+
+def _named(sets: list[dict], name: str) -> dict:
+    return next((one for one in sets if one["name"] == name), {})
+
+
+def _slot(name: str) -> Callable[[dict, str], float | None]:
+    return lambda body, of: body["accuracy"][f"captions' {name}"]
+
+
+def _norm(key: str) -> Callable[[dict, str], float | None]:
+    return lambda body, of: body["gradient_norms"][key]
+
+
+def _tail(body: dict, of: str) -> float:
+    norms = body["gradient_norms"]
+    return norms["q90"] / norms["q50"]
+
+
+def _guessed(body: dict, of: str) -> float:
+    guesses = body["honest"]["one_run"]
+    return guesses["v"] / guesses["r"]
+
+
+def _above(body: dict, of: str) -> float:
+    honest = body["honest"]
+    return float(honest["one_run"]["bound"] > honest["claimed"])
+
+
+FIGURES: dict[str, Figure] = {
+    "accuracy": Figure("accuracy", 3, lambda body, of: body["accuracy"][of]),
+    "stronger": Figure("accuracy, residual net", 3, lambda body, of: body["accuracy of the residual net"][of]),
+    "release": Figure("release alone", 3, lambda body, of: body["accuracy"]["released moments alone"]),
+    "distance": Figure("Fréchet distance", 1, _quality("distance")),
+    "precision": Figure("precision", 3, _quality("precision")),
+    "recall": Figure("recall", 3, _quality("recall")),
+    "per_class": Figure("per-class distance", 1, _quality("per_class")),
+    "consistency": Figure("label consistency", 3, _label_aware("consistency")),
+    "domain": Figure("domain rate", 3, _label_aware("domain_rate")),
+    "class": Figure("class", 3, _slot("label")),
+    "quadrant": Figure("quadrant", 3, _slot("quadrant")),
+    "stroke": Figure("stroke", 3, _slot("stroke")),
+    "p50": Figure("gradient norm, median", 2, _norm("q50")),
+    "p90": Figure("gradient norm, 90 %", 2, _norm("q90")),
+    "tail": Figure("90 % over median", 2, _tail),
+    "clipped": Figure("clip fraction", 3, _norm("clip_fraction")),
+    "claimed": Figure("ε claimed", 3, lambda body, of: body["honest"]["claimed"]),
+    "bound": Figure("ε, lower bound", 3, lambda body, of: body["honest"]["one_run"]["bound"]),
+    "above": Figure("bounds above the claim", 2, _above),
+    "guessed": Figure("guesses that are right", 3, _guessed),
+    "auc": Figure("membership AUC", 3, lambda body, of: body["honest"]["loss"]["auc"]),
+    "extracted": Figure("canaries ranked first", 3, lambda b, of: b["honest"]["first"] / b["honest"]["included"]),
+    "generated": Figure("canaries generated", 0, lambda body, of: body["honest"]["generated"]),
+    "suspicious": Figure("under suspicion", 2, lambda body, of: float(bool(body["honest"]["suspicions"]))),
+    "caught": Figure("controls caught", 2, lambda body, of: float(bool(body["leaky"]["suspicions"]))),
+}
+
+
+def features_of(body: dict) -> str | None:
+    """The space in which distances of this result were taken."""
+    return (body.get("quality") or {}).get("features")

@@ -1,0 +1,68 @@
+"""Runs that share a device: never two stages at once that fill it, and a dead run holds nobody up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+
+STAGE = """
+import sys, time
+from pathlib import Path
+from straightdp.folder import RunFolder
+root, stage, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+folder = RunFolder(root)
+(root / "private").mkdir(parents=True, exist_ok=True)
+def work():
+    print(time.monotonic(), flush=True)
+    time.sleep(seconds)
+    print(time.monotonic(), flush=True)
+folder.stage(stage, "key", [], work)
+"""
+
+
+def begin(root, stage: str, seconds: float, turns) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k != "STRAIGHTDP_TURNS"}
+    environment |= {"STRAIGHTDP_TURNS": str(turns)} if turns else {}
+    words = [sys.executable, "-c", STAGE, str(root), stage, str(seconds)]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def spans(processes) -> list[tuple[float, float]]:
+    return sorted(tuple(map(float, process.communicate(timeout=60)[0].split())) for process in processes)
+
+
+def test_stages_that_fill_a_device_follow_each_other_and_waiting_is_not_their_time(tmp_path):
+    names = ("train", "sample", "pretrain")
+    found = spans([begin(tmp_path / name, name, 0.5, tmp_path / "turns") for name in names])
+    assert all(one[1] <= two[0] for one, two in pairwise(found))
+    for name in names:
+        stamps = json.loads((tmp_path / name / "private/stages.json").read_text())
+        assert stamps[name]["seconds"] == pytest.approx(0.5, abs=0.2)
+
+
+@pytest.mark.parametrize(("stage", "asked"), [("plan", True), ("train", False)])
+def test_other_stages_and_runs_that_were_not_asked_do_not_wait(tmp_path, stage, asked):
+    turns = tmp_path / "turns" if asked else None
+    holder = begin(tmp_path / "a", "train", 20, tmp_path / "turns")
+    holder.stdout.readline()
+    ((start, end),) = spans([begin(tmp_path / "b", stage, 0.1, turns)])
+    assert end - start < 5
+    assert holder.poll() is None
+    holder.kill()
+
+
+def test_a_run_that_is_killed_gives_its_turn_up(tmp_path):
+    holder = begin(tmp_path / "a", "train", 60, tmp_path / "turns")
+    holder.stdout.readline()
+    waiting = begin(tmp_path / "b", "train", 0.1, tmp_path / "turns")
+    time.sleep(1)
+    assert waiting.poll() is None
+    os.kill(holder.pid, signal.SIGKILL)
+    assert len(spans([waiting])) == 1
