@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from straightdp.cli import build_parser, main
+from straightdp.arguments import build_parser
+from straightdp.cli import main
 from straightdp.errors import BadInput
 from straightdp.recipe import load
 from straightdp.reproduce import slurm
