@@ -204,10 +204,9 @@ def _sum_scores(inputs: Inputs, z: Tensor, y: Tensor) -> np.ndarray | None:
     basis = load_basis(inputs.folder.calibration)
     statistic = class_moments(basis, len(inputs.intake.classes))
     part = Ledger(inputs.folder.ledger, reads=True).declared[MEANS]
-    known = inputs.intake.measures.exact_sum(statistic, inputs.space.encode)
+    left = inputs.intake.measures.left_of(kept[MEANS].numpy(), statistic, inputs.space.encode)
     vectors = statistic.vectors(inputs.space.encode(z).flatten(1).cpu().double(), y)
-    std = part.sigma * part.sensitivity
-    return sums.canary_scores(kept[MEANS].numpy(), known, vectors.numpy(), y.numpy(), std)
+    return sums.canary_scores(left, vectors.numpy(), y.numpy(), part.sigma * part.sensitivity)
 
 
 def check_report(recipe: Recipe, run: Path) -> None:

@@ -105,11 +105,11 @@ class Measures:
 
         return of(train, min(len(train), self.__own or len(train))), of(holdout, len(holdout))
 
-    def exact_sum(self, statistic: RowSum, encode: Encode) -> np.ndarray:
-        """The statistic's sum over the training records, canaries left out: what who knows them all would subtract."""
+    def left_of(self, noisy: np.ndarray, statistic: RowSum, encode: Encode) -> np.ndarray:
+        """A released sum without all training records that are no canaries: canaries and noise are left."""
         own = self.__own or len(self.__train)
         z, y = encode(to_z(self.__train.x[:own])), torch.from_numpy(self.__train.labels[:own].astype(np.int64))
-        return statistic.assemble(statistic.exact(z, y))
+        return noisy - statistic.assemble(statistic.exact(z, y))
 
     def quality(self, features: FeatureMap, found: Tensor, y: Tensor | None, most: int) -> dict:
         """Distance, precision, recall and distance within each class of features `found` to held-out records.
