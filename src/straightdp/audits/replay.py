@@ -17,6 +17,7 @@ from typing import Any
 from straightdp.audits.schema import KINDS, Declare, Execute, Header, Totals, known, read_entry
 from straightdp.errors import BadInput, BudgetRefused
 from straightdp.files import file_hash
+from straightdp.folder import KINDS as KINDS_OF_RUN
 from straightdp.privacy.accountant import Declaration, epsilon
 from straightdp.privacy.ledger import TranscriptError, read_chain
 from straightdp.privacy.workload import GRADIENTS, bucket_id, bucket_steps
@@ -64,7 +65,7 @@ def replay(path: Path) -> Verdict:
 
 
 def find_transcript(path: Path) -> Path:
-    for candidate in (path, path / "transcript.jsonl", path / "release" / "transcript.jsonl"):
+    for candidate in (path, *(path / kind / "transcript.jsonl" for kind in ("", *KINDS_OF_RUN))):
         if candidate.is_file():
             return candidate
     raise BadInput(f"no transcript.jsonl was found at {path}; give a release folder or a transcript")
