@@ -132,6 +132,8 @@ def test_what_is_left_of_a_released_sum_is_canaries_and_noise():
         slow[label] += one if k >= 22 else 0  # the last eight are canaries
     found = measures_of(train, None, own=22).left_of(total, statistic, lambda z: z)
     assert found == pytest.approx(slow, abs=1e-6)
+    with pytest.raises(BadInput, match="audit alone"):  # it would be the exact sum of private records
+        measures_of(train, None).left_of(total, statistic, lambda z: z)
 
 
 # --- features ---------------------------------------------------------------------------------------------

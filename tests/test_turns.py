@@ -12,6 +12,9 @@ from itertools import pairwise
 
 import pytest
 
+from straightdp.errors import BadInput
+from straightdp.turns import turn
+
 STAGE = """
 import sys, time
 from pathlib import Path
@@ -56,6 +59,12 @@ def test_other_stages_and_runs_that_were_not_asked_do_not_wait(tmp_path, stage, 
     assert end - start < 5
     assert holder.poll() is None
     holder.kill()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRAIGHTDP_TURNS", str(tmp_path / "missing" / "turns"))
+    with pytest.raises(BadInput, match="STRAIGHTDP_TURNS"), turn("train"):
+        pass
 
 
 def test_a_run_that_is_killed_gives_its_turn_up(tmp_path):

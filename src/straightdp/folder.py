@@ -25,6 +25,7 @@ class RunFolder:
         self.root = root
         self.recipe = root / "recipe.toml"
         self.release = root / release
+        self.is_audit = release == AUDITED
         self.private = root / "private"
         self.ledger = self.private / "transcript.jsonl"  # the authoritative one; release/ gets the same lines
         self.transcript = self.release / "transcript.jsonl"

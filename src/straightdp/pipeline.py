@@ -118,7 +118,7 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
     ledger, vault = _declare(inputs, certificate)
     start, moments = pretrained, None
     if basis is not None and release_parts(recipe):
-        outputs = [folder.moments, folder.sums]
+        outputs = [folder.moments, *([folder.sums] if folder.is_audit else [])]
         stage("release", outputs, lambda: private.release(inputs, basis, vault, ledger, folder.moments))
         moments = MomentModel.load(folder.moments)
         if recipe.distill.steps:

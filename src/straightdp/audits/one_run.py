@@ -5,8 +5,9 @@ the canaries, then guesses of r of them whether they are in. Under (epsilon, del
 probability at most q = 1 / (1 + e^-epsilon), but for delta; more right guesses than that refute the claim.
 
 The bound holds with confidence 1 - beta if four things do: the coins were independent and fair (not: exactly half in),
-the scores come from released values and public randomness alone, r was fixed before any score was seen, and this one
-audit is the one reported. The best of several fractions or scores is no such bound. A bound of 0 proves nothing.
+the scores come from released values, public randomness and records that no coin moves, r was fixed before any score was
+seen, and no other audit was made of the run: two share beta. The best of several fractions or scores is no such bound.
+A bound of 0 proves nothing.
 """
 
 from __future__ import annotations

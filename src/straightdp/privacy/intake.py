@@ -57,7 +57,9 @@ class Intake:
         if self.own_texts and self.__texts is None:
             raise BadInput("private.caption is {text} but the records have none; add a text column to metadata.csv")
         self.__prompt = sets.train.labels if self.own_texts else _parsed(self.prompts, sets.train)
-        self.measures = Measures(sets.train, sets.holdout, self.prompts, self.__prompt, own=own)
+        self.measures = Measures(
+            sets.train, sets.holdout, self.prompts, self.__prompt, own=None if planted is None else own
+        )
         self.n_source = (
             "counted in the private set and treated as public" if declared is None else "declared in the recipe"
         )

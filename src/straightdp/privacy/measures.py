@@ -107,8 +107,10 @@ class Measures:
 
     def left_of(self, noisy: np.ndarray, statistic: RowSum, encode: Encode) -> np.ndarray:
         """A released sum without all training records that are no canaries: canaries and noise are left."""
-        own = self.__own or len(self.__train)
-        z, y = encode(to_z(self.__train.x[:own])), torch.from_numpy(self.__train.labels[:own].astype(np.int64))
+        if self.__own is None:
+            raise BadInput("no canaries were planted among these records: this is for an audit alone")
+        x, labels = self.__train.x[: self.__own], self.__train.labels[: self.__own]
+        z, y = encode(to_z(x)), torch.from_numpy(labels.astype(np.int64))
         return noisy - statistic.assemble(statistic.exact(z, y))
 
     def quality(self, features: FeatureMap, found: Tensor, y: Tensor | None, most: int) -> dict:

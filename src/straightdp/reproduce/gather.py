@@ -10,6 +10,7 @@ from pathlib import Path
 from straightdp.audits.replay import replay
 from straightdp.folder import RunFolder
 from straightdp.progress import say
+from straightdp.reproduce.figures import INTERNAL
 from straightdp.reproduce.jobs import Job
 from straightdp.stages.public import load_number
 
@@ -21,9 +22,11 @@ def gather(job: Job, run: Path, code: int) -> dict | None:
     if code not in ((0, 1) if job.command == "audit" else (0,)) or not kept.exists():
         return None
     about = {
+        "internal": INTERNAL,
         "row": job.shown,
         "recipe": job.recipe,
         "settings": list(job.settings),
+        "resolved": job.loaded.model_dump(mode="json"),
         "noise": job.noise,
         "commit": os.environ.get("STRAIGHTDP_COMMIT", "unknown"),
         "device": device(),

@@ -58,11 +58,7 @@ class Job:
     @cached_property
     def identity(self) -> str:
         """Equal for two jobs that run the same, whatever is written in a recipe and whatever is set beside it."""
-        others = {"evaluate"} if self.command == "audit" else {"evaluate", "audit"}
-        tree = self.loaded.model_dump(mode="json", exclude=others)
-        for section, key in (("run", "title"), ("run", "device"), ("run", "compile"), ("dpsgd", "micro_batch")):
-            tree[section].pop(key)
-        return _hash(self.command, self.noise, tree)
+        return identity(self.command, self.noise, self.loaded)
 
     @cached_property
     def training(self) -> str:
@@ -90,6 +86,14 @@ class Job:
             words += ["--resume"] if (run / "recipe.toml").exists() else []
         words += [] if self.noise else ["--without-noise"]
         return words + [word for setting in settings for word in ("--set", setting)]
+
+
+def identity(command: str, noise: bool, recipe: Recipe) -> str:
+    """Of all that a run hangs on, and of what it is judged by; how thoroughly, and how fast, is left out."""
+    tree = recipe.model_dump(mode="json", exclude={"evaluate"} if command == "audit" else {"evaluate", "audit"})
+    for section, key in (("run", "title"), ("run", "device"), ("run", "compile"), ("dpsgd", "micro_batch")):
+        tree[section].pop(key)
+    return _hash(command, noise, tree, recipe.evaluate.probe, recipe.evaluate.clip)
 
 
 def recipe_source(name: str) -> str:
@@ -145,6 +149,16 @@ def check_chosen(
     for key, cure in (("privacy.epsilon", "--epsilons"), ("run.seed", "--seeds"), ("privacy.pinned_key", "no key")):
         if any(setting.partition("=")[0].strip() == key for setting in given):
             raise BadInput(f"{key} is every row's own and cannot be set for all of them; give {cure} instead")
+    told = {
+        setting.partition("=")[0]
+        for one in experiments
+        for _, row in one.rows()
+        if row.ratio is None
+        for setting in row.runs().settings
+    }
+    for setting in given:
+        if (key := setting.partition("=")[0].strip()) in told:
+            raise BadInput(f"{key} tells rows of this table apart and cannot be set for all of them; leave it out")
     every = [(panel, row) for one in experiments for panel, row in one.rows() if row.ratio is None]
     names = {row.name for _, row in every}
     budgets = {epsilon for panel, row in every for epsilon in panel.budgets(row)}

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from straightdp.errors import BadInput
 from straightdp.files import write_durably
+from straightdp.recipe import Recipe
 from straightdp.reproduce.figures import FIGURES, SYNTHETIC
-from straightdp.reproduce.jobs import Job
+from straightdp.reproduce.jobs import Job, identity
 
 
 class Results:
@@ -28,12 +30,16 @@ class Results:
                     self._keep(body)
 
     def _keep(self, body: dict) -> None:
-        command = "audit" if "honest" in body else "run"
-        job = Job(body["recipe"], tuple(body["settings"]), command, body.get("noise", True))
+        """By the recipe that was run, as it was; of older results by the recipe of that name, as it is."""
+        command, noise = "audit" if "honest" in body else "run", body.get("noise", True)
         try:
-            self._found.setdefault(job.identity, []).append(body)
-        except BadInput:  # of a recipe that is not here, or is no longer allowed: no row of ours
+            if "resolved" in body:
+                found = identity(command, noise, Recipe.model_validate(body["resolved"]))
+            else:
+                found = Job(body["recipe"], tuple(body["settings"]), command, noise).identity
+        except (BadInput, ValidationError):  # of a recipe that is not here, or is no longer allowed: no row of ours
             return
+        self._found.setdefault(found, []).append(body)
 
     def find(self, job: Job, figures: Sequence[str] = (), of: str = SYNTHETIC) -> dict | None:
         """What was measured of a job; where it was run more than once, the first of those that have most figures."""
@@ -58,12 +64,9 @@ def measured(body: dict, figures: Sequence[str], of: str = SYNTHETIC) -> dict[st
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with open(folder / ".lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path) -> dict:

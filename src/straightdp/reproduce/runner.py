@@ -101,7 +101,7 @@ def run_all(jobs: Sequence[Job], out: Path, results: Results, room: Room) -> lis
 
 @contextmanager
 def _ended_with_us(running: dict[subprocess.Popen, tuple[Job, float]]) -> Iterator[None]:
-    """However this ends, no job is left behind: killing one costs what it did since its last checkpoint."""
+    """No job is left behind, unless this process is killed outright: a job loses what came after its checkpoint."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -148,7 +148,9 @@ def _has_trained(run: Path, job: Job) -> bool:
 def _start(job: Job, out: Path) -> subprocess.Popen:
     shared = {"STRAIGHTDP_CACHE": str(out / "public")}
     if torch.cuda.is_available():
-        shared[turns.VARIABLE] = str(out / "turns")
+        shared[turns.VARIABLE] = turns.of_this_device()
+    if job.command == "audit":
+        RunFolder(out / job.name).audit.unlink(missing_ok=True)  # an audit that dies leaves none behind
     with open(log_of(out, job), "w") as log:
         return subprocess.Popen(
             job.words(out / job.name),
@@ -172,7 +174,7 @@ def _finish(sitting: _Sitting, process: subprocess.Popen, results: Results) -> N
     sitting.walls.append(wall)
     results.add(job.experiment, job, body | {"wall_seconds": round(wall, 1)})
     found = [f"{FIGURES[name].head} {value:.3f}" for name, value in measured(body, SAID).items()]
-    say(f"{_clock(sitting)} done in {duration(wall)}: {job.shown}: {', '.join(found)}")
+    say(f"{_clock(sitting)} done in {duration(wall)}: {job.shown}: internal: {', '.join(found)}")
 
 
 def log_of(out: Path, job: Job) -> Path:

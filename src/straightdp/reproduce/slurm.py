@@ -45,7 +45,7 @@ def script(jobs: Sequence[Job], sources: dict[str, str], common: Sequence[str], 
     for (experiment, _), group in tasks.items():
         loaded = group[0].loaded
         words = [sys.executable, "-m", "straightdp", "reproduce", sources[experiment]]
-        words += ["--epsilons", f"{loaded.privacy.epsilon:g}", "--seeds", str(loaded.run.seed), *common]
+        words += ["--epsilons", repr(loaded.privacy.epsilon), "--seeds", str(loaded.run.seed), *common]
         words += ["--rows", *(job.row for job in group)]
         lines.append("  " + shlex.quote(shlex.join(words)))
     here, place = shlex.quote(str(Path.cwd())), str(out.resolve())

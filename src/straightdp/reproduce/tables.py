@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from straightdp.reproduce.experiment import Experiment, Panel, Row
-from straightdp.reproduce.figures import FIGURES, PUBLIC, features_of
+from straightdp.reproduce.figures import FIGURES, INTERNAL, PUBLIC, features_of
 from straightdp.reproduce.jobs import Given, job_of
 from straightdp.reproduce.results import Results
 
 NOTHING = "–"
 LEGEND = "Ours (the paper's; difference), mean ± standard deviation over seeds; one seed where no ± stands."
-INTERNAL = "Internal: measured on private records without noise."
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from straightdp.stages.public import load_shape, settled_sample
 
 
 def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Path) -> None:
-    """Stage 1: the declared moment mechanisms, once each. Their noisy sums are kept as they came, for audits."""
+    """Stage 1: the declared moment mechanisms, once each. An audit keeps their noisy sums as they came."""
     from safetensors.torch import save_file
 
     for id in (part.id for part in release_parts(inputs.recipe)):
@@ -48,7 +48,8 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     if section.covariance == "public":
         spread = public_spread(inputs.public_z, inputs.public_labels, basis)
     model = run_release(inputs.recipe, basis, vault, stds, prompts, spread)
-    save_file({id: torch.from_numpy(sums) for id, sums in vault.released.items()}, inputs.folder.sums)
+    if inputs.folder.is_audit:
+        save_file({id: torch.from_numpy(sums) for id, sums in vault.released.items()}, inputs.folder.sums)
     labels = inputs.conditioning.labels
     if section.condition == "global":
         labels = (0,) * len(labels)
