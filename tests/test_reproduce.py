@@ -108,16 +108,17 @@ def test_a_bad_file_is_refused_in_one_sentence_and_nothing_is_written(what, file
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["mian"], "did you mean 'main'?"),
+        (["tabel1"], "did you mean 'table1'?"),
         (["nowhere.toml"], "nowhere.toml could not be read"),
-        (["main", "main"], "named twice"),
-        (["main", "--rows", "pixel, unifrom"], "did you mean 'pixel, uniform'?"),
-        (["main", "--epsilons", "2"], "there is no ε = 2; there is 0.3, 1, 3"),
-        (["main", "--set", "privacy.epsilon=2"], "give --epsilons instead"),
-        (["main", "--set", "run.seed=2"], "give --seeds instead"),
-        (["main", "--set", "nett.width=2"], "did you mean 'net'?"),
-        (["main", "--processes", "0"], "--processes must be at least 1"),
-        (["main", "--submit"], "--slurm FILE"),
+        (["table1", "table1"], "named twice"),
+        (["table1", "--rows", "pixel, unifrom"], "did you mean 'pixel, uniform'?"),
+        (["table1", "--epsilons", "2"], "there is no ε = 2; there is 0.3, 1, 3"),
+        (["table1", "--set", "privacy.epsilon=2"], "give --epsilons instead"),
+        (["table1", "--set", "run.seed=2"], "give --seeds instead"),
+        (["table1", "--set", "dpsgd.plan=tha"], "tells rows of this table apart"),
+        (["table1", "--set", "nett.width=2"], "did you mean 'net'?"),
+        (["table1", "--processes", "0"], "--processes must be at least 1"),
+        (["table1", "--submit"], "--slurm FILE"),
         (["table3"], "no frozen model was named; give --model"),
     ],
 )
@@ -130,7 +131,7 @@ def test_a_bad_command_is_refused_too(words, expected, tmp_path, capsys):
 
 def test_a_file_of_results_that_is_broken_is_named(tmp_path, capsys):
     (tmp_path / "main.json").write_text('{"half": ')
-    assert main(["reproduce", "main", "--print", "--results", str(tmp_path)]) == 2
+    assert main(["reproduce", "table1", "--print", "--results", str(tmp_path)]) == 2
     assert f"{tmp_path / 'main.json'} could not be read" in capsys.readouterr().err
 
 
@@ -162,7 +163,7 @@ def test_what_runs_is_told_by_its_recipe_whole_and_not_by_how_that_is_written(tm
 
 
 def test_seeds_and_budgets_pin_noise_of_their_own(tmp_path):
-    jobs = jobs_of(read("main"), ["pixel, uniform"])
+    jobs = jobs_of(read("table1"), ["pixel, uniform"])
     assert len({job.words(tmp_path)[-1] for job in jobs}) == len(jobs) == 9
     assert all("privacy.pinned_key" in job.words(tmp_path)[-1] for job in jobs)
 
@@ -210,7 +211,7 @@ def test_every_built_in_table_loads_with_every_setting_it_names(name):
 def test_every_method_is_used_and_the_tables_are_those_of_the_paper():
     used = {row.method for name in names() for _, row in read(name).rows()}
     assert set(methods()) <= used
-    wanted = "main backbone fid precision-recall label-aware text audits table3 fashion share t0 accuracy-eps"
+    wanted = "table1 table2 fid precision-recall label-aware text audits table3 fashion share t0 accuracy-eps"
     assert set(wanted.split()) <= set(names())
 
 
@@ -230,7 +231,7 @@ def test_tables_that_show_the_same_run_give_the_same_value_of_the_paper():
 
 
 def test_tables_share_their_runs():
-    main_runs = {job.identity for job in jobs_of(read("main"))}
+    main_runs = {job.identity for job in jobs_of(read("table1"))}
     for name in ("precision-recall", "label-aware"):
         assert {job.identity for job in jobs_of(read(name))} <= main_runs
     extra = [job for job in jobs_of(read("fid")) if job.identity not in main_runs]
@@ -250,7 +251,7 @@ def test_no_figure_that_was_kept_is_lost(tmp_path, monkeypatch):
 
 
 def test_the_table_shows_what_was_kept(capsys):
-    assert main(["reproduce", "main", "fid", "--print", "--results", str(RESULTS)]) == 0
+    assert main(["reproduce", "table1", "fid", "--print", "--results", str(RESULTS)]) == 0
     text = capsys.readouterr().out
     kept = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in KEPT}
     for row, key in (("pixel, THA + moments", "pixel_THA_moments_eps1"), ("latent, uniform", "latent_uniform_eps1")):
@@ -397,7 +398,7 @@ def test_every_format_is_printed(capsys):
     starts = {"markdown": "# Table 1", "latex": r"\begin{table*}", "html": "<!doctype html>"}
     assert starts.keys() == FORMATS.keys()
     for name, start in starts.items():
-        assert main(["reproduce", "main", "--print", "--format", name, "--results", str(RESULTS)]) == 0
+        assert main(["reproduce", "table1", "--print", "--format", name, "--results", str(RESULTS)]) == 0
         assert capsys.readouterr().out.startswith(start)
 
 
@@ -485,3 +486,16 @@ def test_a_dry_run_says_what_would_run_and_of_table3_what_it_takes(tmp_path, cap
     assert "12 to run" in text  # thirteen rows: the one without tuning is read from the guidance run
     assert "| moment guidance | 11.4 | 0.35 | 171,360 |" in text
     assert not out.exists()
+
+
+def test_a_result_is_of_the_recipe_that_was_run_whatever_its_file_says_today(tmp_path):
+    job = Job("small")
+    run = job.loaded.model_dump(mode="json")
+    older = {name: dict(part) for name, part in run.items()}
+    older["release"].pop("centre")  # from before there was such a choice
+    other = {name: dict(part) for name, part in run.items()}
+    other["dpsgd"]["steps"] += 1
+    for resolved, found in ((run, True), (older, True), (other, False)):
+        body = {"recipe": "small", "settings": [], "resolved": resolved}
+        (tmp_path / "some.json").write_text(json.dumps({"row": body}))
+        assert (Results(tmp_path).find(job) is not None) == found
