@@ -80,7 +80,7 @@ def _say_plan(experiments: Sequence[Experiment], jobs: Sequence[Job], options: a
         if experiment.name == SD3:
             from straightdp.sd3 import estimates
 
-            rows = options.rows or [row.name for _, row in experiment.rows()]
+            rows = [row.name for _, row in experiment.rows() if not options.rows or row.name in options.rows]
             print("\nWhat each row needs with the real model, estimated:\n")
             print(estimates.table(estimates.estimate(rows)))
 
