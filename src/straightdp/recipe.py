@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import tomllib
@@ -12,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from straightdp.errors import BadInput
+from straightdp.errors import BadInput, nearest
 from straightdp.sections import (
     OWN_TEXT,
     RIVALS,
@@ -199,15 +198,10 @@ def _refuse_unknown_keys(tree: dict[str, Any]) -> None:
     sections = Recipe.model_fields
     for name, body in tree.items():
         if name not in sections:
-            raise BadInput(f"recipe section [{name}] is not known{_nearest(name, sections)}")
+            raise BadInput(f"recipe section [{name}] is not known{nearest(name, sections)}")
         if not isinstance(body, dict):
             raise BadInput(f"recipe key {name} must be a section: write [{name}] and its keys below it")
         known = sections[name].annotation.model_fields  # type: ignore[union-attr]
         for key in body:
             if key not in known:
-                raise BadInput(f"recipe key {name}.{key} is not known{_nearest(key, known)}")
-
-
-def _nearest(name: str, known: Any) -> str:
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+                raise BadInput(f"recipe key {name}.{key} is not known{nearest(key, known)}")

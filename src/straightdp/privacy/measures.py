@@ -24,8 +24,6 @@ Score = Callable[[Tensor, Tensor], np.ndarray]
 """Images in [-1, 1] and their classes to one score a record: higher for what looks trained on."""
 
 FeatureMap = Callable[[Tensor], Tensor]
-Encode = Callable[[Tensor], Tensor]
-"""Images in [-1, 1] to records of the space that a run works in."""
 
 K = 3  # of precision and recall: a ball reaches its K-th neighbour
 YARDSTICK = 1000  # images and held-out records whose nearest training record is looked for
@@ -105,8 +103,9 @@ class Measures:
 
         return of(train, min(len(train), self.__own or len(train))), of(holdout, len(holdout))
 
-    def left_of(self, noisy: np.ndarray, statistic: RowSum, encode: Encode) -> np.ndarray:
-        """A released sum without all training records that are no canaries: canaries and noise are left."""
+    def left_of(self, noisy: np.ndarray, statistic: RowSum, encode: FeatureMap) -> np.ndarray:
+        """A released sum without all training records that are no canaries: canaries and noise are left. `encode` takes
+        images to the space that the run works in."""
         if self.__own is None:
             raise BadInput("no canaries were planted among these records: this is for an audit alone")
         x, labels = self.__train.x[: self.__own], self.__train.labels[: self.__own]

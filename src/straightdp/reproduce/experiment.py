@@ -19,16 +19,15 @@ The built-in ones lie in tables/, what several of them run in methods.toml.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from straightdp.errors import BadInput
+from straightdp.errors import BadInput, nearest
 from straightdp.reproduce.figures import FIGURES, SYNTHETIC
 
 Budget = Annotated[float, Field(gt=0)]
@@ -193,8 +192,3 @@ def _first(error: ValidationError) -> str:
         return f"key {where} is missing; add it"
     message = first["msg"].removeprefix("Value error, ")
     return f"{where} is not allowed: {message}; mend it" if where else f"{message}; mend it"
-
-
-def nearest(name: str, known: Any) -> str:
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"

@@ -14,6 +14,7 @@ from straightdp.reproduce.jobs import Given, job_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+PINNED = "Internal: of runs whose noise was pinned or left out."
 AT_MOST, SIDE, GAP = 10, 48, 8  # images of a run; pixels
 
 
@@ -51,6 +52,7 @@ def first_of_each_class(synthetic: Path) -> list[Image]:
 
 def _grid(strips: list[list[list[Image]]]) -> bytes | None:
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
     images = max((len(strip) for line in strips for strip in line), default=0)
     if not images:
@@ -62,6 +64,7 @@ def _grid(strips: list[list[list[Image]]]) -> bytes | None:
             for k, picture in enumerate(strip):
                 place = (GAP + j * wide + k * SIDE, GAP + i * high)
                 canvas.paste(picture.resize((SIDE, SIDE), Image.Resampling.NEAREST), place)
-    data = io.BytesIO()
-    canvas.save(data, format="PNG")
+    data, about = io.BytesIO(), PngInfo()
+    about.add_text("Comment", PINNED)
+    canvas.save(data, format="PNG", pnginfo=about)
     return data.getvalue()

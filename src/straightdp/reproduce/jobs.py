@@ -11,9 +11,9 @@ from functools import cached_property
 from importlib.resources import as_file
 from pathlib import Path
 
-from straightdp.errors import BadInput
+from straightdp.errors import BadInput, nearest
 from straightdp.recipe import BUILT_IN, Recipe, load
-from straightdp.reproduce.experiment import ROOM, Experiment, Panel, Row, nearest
+from straightdp.reproduce.experiment import ROOM, Experiment, Panel, Row
 
 MOVED = ("experiments", "src/straightdp/recipes")  # under which older results name a built-in recipe
 

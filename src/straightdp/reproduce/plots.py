@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 
 from straightdp.reproduce.experiment import Experiment, Panel
-from straightdp.reproduce.figures import FIGURES
+from straightdp.reproduce.figures import FIGURES, INTERNAL
 from straightdp.reproduce.jobs import Given
 from straightdp.reproduce.results import Results
 from straightdp.reproduce.tables import bodies_of, number
@@ -38,12 +38,11 @@ def curves_of(
     given: Given,
 ) -> dict[str, list[Point]]:
     """Every row's points over epsilon; rows that are `at` something are the points of one curve."""
-    every = tuple(dict.fromkeys((*(panel.seeds or experiment.seeds), *seeds)))
     curves: dict[str, list[Point]] = {}
     for row in panel.rows:
         if row.ratio is not None:
             continue
-        for epsilon, bodies in bodies_of(experiment, panel, row, results, every, given).items():
+        for epsilon, bodies in bodies_of(experiment, panel, row, results, seeds, given).items():
             values = [v for body in bodies if (v := FIGURES[figure].of(body, row.of)) is not None]
             if values:
                 name, x = (row.name, epsilon) if row.at is None else (panel.title, row.at)
@@ -80,6 +79,7 @@ def _picture(panel: Panel, curves: dict[str, dict[str, list[Point]]]) -> bytes:
             axes.set_xticks(panel.epsilons, [f"{epsilon:g}" for epsilon in panel.epsilons])
             axes.minorticks_off()
         axes.legend(fontsize=7)
+    figure.supxlabel(INTERNAL, fontsize=7)
     data = io.BytesIO()
     FigureCanvasSVG(figure).print_svg(data, metadata={"Date": None})
     return data.getvalue()

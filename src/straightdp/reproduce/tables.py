@@ -54,12 +54,11 @@ def tables_of(experiment: Experiment, results: Results, seeds: Sequence[int], gi
 
 
 def _table(experiment: Experiment, panel: Panel, results: Results, seeds: Sequence[int], given: Given) -> Table:
-    every = tuple(dict.fromkeys((*(panel.seeds or experiment.seeds), *seeds)))
     values: dict[str, Values] = {}
     features: set[str] = set()
     for row in panel.rows:
         if row.ratio is None:
-            bodies = bodies_of(experiment, panel, row, results, every, given)
+            bodies = bodies_of(experiment, panel, row, results, seeds, given)
             values[row.name] = _values(panel, row, bodies)
             features |= {name for found in bodies.values() for body in found if (name := features_of(body))}
     heads = [_head(figure, features) for figure in panel.figures]
@@ -76,10 +75,11 @@ def _table(experiment: Experiment, panel: Panel, results: Results, seeds: Sequen
 def bodies_of(
     experiment: Experiment, panel: Panel, row: Row, results: Results, seeds: Sequence[int], given: Given
 ) -> dict[float, list[dict]]:
-    """The row's results by budget, those of its seeds that are there."""
+    """The row's results by budget: those that are there, of the file's seeds and those that are named."""
+    every = tuple(dict.fromkeys((*(panel.seeds or experiment.seeds), *seeds)))
     found = {
         epsilon: [
-            results.find(job_of(experiment, panel, row, epsilon, seed, given), panel.figures, row.of) for seed in seeds
+            results.find(job_of(experiment, panel, row, epsilon, seed, given), panel.figures, row.of) for seed in every
         ]
         for epsilon in panel.budgets(row)
     }
