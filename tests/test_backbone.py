@@ -112,14 +112,15 @@ def test_streams_stay_within_b0_between_blocks():
     assert all(float(x.detach().norm(dim=-1).max()) <= 2.0 * (1 + 1e-6) for x in seen)
 
 
-def test_clamps_wait_while_a_post_hoc_net_pretrains():
-    net = awake(B0=0.5, s=0.1, post_hoc=True)
-    free = awake()
+def test_a_post_hoc_net_pretrains_without_constraints_and_its_weights_go_on_with_them():
+    net = awake(**FULL, post_hoc=True)
+    free = MMDiT(net.section.pretrained, SHAPE)
+    assert free.section == awake().section
+    free.load_state_dict(net.state_dict())
     inputs = torch.randn(3, *SHAPE), torch.rand(3), torch.randint(0, 9, (3, 3))
-    net.constrained = False
-    assert torch.equal(net(*inputs), free(*inputs))
-    net.constrained = True
     assert not torch.allclose(net(*inputs), free(*inputs))
+    kept = section(**FULL)
+    assert kept.pretrained == kept
 
 
 @pytest.mark.parametrize("changes", [{"B0": 2.0}, {"l0": 1}, {"decoupled": True}, {"s": 0.5}, FULL, FULL | {"l0": 2}])

@@ -102,7 +102,13 @@ class Net(Section):
     l0: Count | None = Field(default=None, description="captions flow into images in the last l0 blocks alone")
     decoupled: bool = Field(default=False, description="own softmax for captions: a block is F(h) + G(h, e) exactly")
     s: Rate | None = Field(default=None, description="cap on the spectral norm of the map that captions flow in by")
-    post_hoc: bool = Field(default=False, description="B0 and s from after pretraining on: the paper's ablation")
+    post_hoc: bool = Field(default=False, description="constraints from after pretraining on: the paper's ablation")
+
+    @property
+    def pretrained(self) -> Net:
+        """The network that pretrains: this one, or one without constraints where they come post hoc."""
+        free = {"B0": None, "l0": None, "decoupled": False, "s": None, "post_hoc": False}
+        return self.model_copy(update=free) if self.post_hoc else self
 
     @model_validator(mode="after")
     def _divides(self) -> Net:

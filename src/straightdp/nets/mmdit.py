@@ -122,7 +122,6 @@ class MMDiT(VelocityNet):
             )
             for k in range(section.depth)
         )
-        self.constrained = True  # False while a net that is to be clamped post hoc pretrains
         self.final_modulation = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, values)
         for layer in (self.final_modulation, self.patch_out):
@@ -135,7 +134,7 @@ class MMDiT(VelocityNet):
         e = self.caption_in(self.caption_encoder(captions))
         time = waves(t * 1000, self.section.width)
         condition = F.silu(self.time_out(F.silu(self.time_in(time))))
-        B0, s = (self.section.B0, self.section.s) if self.constrained else (None, None)
+        B0, s = self.section.B0, self.section.s
         for k, block in enumerate(self.blocks):
             if k:
                 h, e = within(h, B0), within(e, B0)

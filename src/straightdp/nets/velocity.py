@@ -16,7 +16,6 @@ class VelocityNet(nn.Module):
     vocabulary: int
     work: int
     blocks: nn.ModuleList
-    constrained: bool = True
 
     def forward(self, x: Tensor, t: Tensor, captions: Tensor) -> Tensor:
         raise NotImplementedError

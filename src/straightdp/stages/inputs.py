@@ -101,7 +101,8 @@ def public_key(inputs: Inputs, name: str) -> str:
     """Of all that the stages `autoencode`, `prior` and `pretrain` hang on: public records and a few settings."""
     recipe, public = inputs.recipe, inputs.public
     sections = {"autoencode": ("latent",), "prior": ("sd3", "sample"), "pretrain": ("latent", "net", "pretrain")}[name]
-    settings = {part: getattr(recipe, part).model_dump(mode="json") for part in sections} | {"seed": recipe.run.seed}
+    parts = {part: recipe.net.pretrained if part == "net" else getattr(recipe, part) for part in sections}
+    settings = {part: value.model_dump(mode="json") for part, value in parts.items()} | {"seed": recipe.run.seed}
     codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
     about = (
         __version__,
@@ -148,7 +149,8 @@ def fit_velocity(inputs: Inputs, net: VelocityNet, batch: MakeBatch, name: str, 
             reference = [g.clone() for g in plain(*given)]
             while len(ways) > 1 and (found := _cosine(next(iter(ways.values()))(*given), reference)) < 0.9:
                 say(
-                    f"{name}: the {next(iter(ways))} step's gradient is wrong (cosine {found:.3f}); going on without it"
+                    f"{name}: the {next(iter(ways))} gradient of step {step} is wrong (cosine {found:.3f}); "
+                    "going on without it"
                 )
                 del ways[next(iter(ways))]
         for parameter, gradient in zip(parameters, next(iter(ways.values()))(*given), strict=True):

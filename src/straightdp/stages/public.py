@@ -19,7 +19,9 @@ from straightdp.moments.horizon import Horizon, horizon, public_moments
 from straightdp.moments.plateau import plateau
 from straightdp.moments.release import release_parts
 from straightdp.nets.autoencoder import Autoencoder
+from straightdp.nets.backbone import OwnNet
 from straightdp.nets.spaces import Codes
+from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.workload import UNIFORM, Shape
 from straightdp.progress import say
 from straightdp.recipe import Recipe, Sample
@@ -74,11 +76,11 @@ def draw_prior(inputs: Inputs, out: Path) -> None:
 
 def pretrain(inputs: Inputs, out: Path) -> None:
     """Flow matching, equation (1), on public images under captions of their own; a frozen model needs none."""
-    section, net = inputs.recipe.pretrain, inputs.new_net()
+    section = inputs.recipe.pretrain
     if inputs.recipe.sd3.model:
-        inputs.save_net(net, out)
+        inputs.save_net(inputs.new_net(), out)
         return
-    net.constrained = not inputs.recipe.net.post_hoc
+    net = _pretrained_net(inputs)
     identity = public_key(inputs, "pretrain")
 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,6 +88,11 @@ def pretrain(inputs: Inputs, out: Path) -> None:
 
     fit_velocity(inputs, net, batch, "pretrain", section, identity)
     inputs.save_net(net, out)
+
+
+def _pretrained_net(inputs: Inputs) -> VelocityNet:
+    """As it is while it pretrains; its parameters are those of the network that goes on from it."""
+    return OwnNet(inputs.recipe.net.pretrained).new_net(inputs.space.shape, inputs.recipe.run.seed).to(inputs.device)
 
 
 def _public_batch(inputs: Inputs, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -102,8 +109,10 @@ def _public_batch(inputs: Inputs, n: int, generator: torch.Generator) -> tuple[T
 @torch.no_grad()
 def public_loss(inputs: Inputs, start: Path, batches: int = 8, n: int = 128) -> float:
     """The pretrained network's loss on public records: the same draws for every network of one space."""
-    net = inputs.load_net(start).eval()
-    net.constrained = not inputs.recipe.net.post_hoc
+    from safetensors.torch import load_file
+
+    net = _pretrained_net(inputs).eval()
+    net.load_state_dict(load_file(start))
     losses = []
     for k in range(batches):
         x, t, captions, target = _public_batch(inputs, n, step_generator(0, "public loss", k, inputs.device))
