@@ -21,10 +21,11 @@ from straightdp.reproduce import slurm
 from straightdp.reproduce.experiment import methods, names, read
 from straightdp.reproduce.figures import FIGURES
 from straightdp.reproduce.jobs import Given, Job, job_of, jobs_of, recipe_source
+from straightdp.reproduce.notes import notes_of
 from straightdp.reproduce.plots import curves_of
-from straightdp.reproduce.render import FORMATS, latex, markdown, page
+from straightdp.reproduce.render import FORMATS, Picture, latex, markdown, page
 from straightdp.reproduce.results import Results
-from straightdp.reproduce.tables import Cell, Line, Table, compared, notes_of, tables_of
+from straightdp.reproduce.tables import Cell, Line, Table, compared, tables_of
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 KEPT = ("table1", "rivals", "captions_release_alone", "audits_small")
@@ -90,6 +91,11 @@ BAD = {
     "a bad setting": (
         GOOD.replace('"small"', '"small"\nsettings = ["net.widht=8"]'),
         "mine: first: recipe key net.widht",
+    ),
+    "a front of nothing": (GOOD.replace("figures =", 'against = "distance"\nfigures ='), "a front is of one figure"),
+    "a front against what is not known": (
+        GOOD.replace("figures =", 'plot = ["accuracy"]\nagainst = "distances"\nfigures ='),
+        "did you mean 'distance'?",
     ),
     "no such recipe": (GOOD.replace('"small"', '"tiny.toml"'), "mine: first: recipe tiny.toml could not be read"),
 }
@@ -250,14 +256,18 @@ def test_no_figure_that_was_kept_is_lost(tmp_path, monkeypatch):
             assert body in found, f"{file}: {key}"
 
 
-def test_the_table_shows_what_was_kept(capsys):
-    assert main(["reproduce", "table1", "fid", "--print", "--results", str(RESULTS)]) == 0
+def test_the_table_shows_what_was_kept(tmp_path, capsys):
+    kept = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in ("table1", "rivals")}
+    rows = {"pixel, THA + moments": "pixel_THA_moments_eps1", "latent, uniform": "latent_uniform_eps1"}
+    alone = {key: kept["table1"][key] for key in rows.values()}  # without other seeds
+    alone["rival"] = kept["rivals"]["dp-merf_eps10_seed0"]
+    (tmp_path / "kept.json").write_text(json.dumps(alone))
+    assert main(["reproduce", "table1", "fid", "--print", "--results", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    kept = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in KEPT}
-    for row, key in (("pixel, THA + moments", "pixel_THA_moments_eps1"), ("latent, uniform", "latent_uniform_eps1")):
+    for row, key in rows.items():
         (line,) = (line for line in text.splitlines() if line.startswith(f"| {row} |"))
-        assert f"{kept['table1'][key]['accuracy']['synthetic data']:.3f}" in line.split("|")[4]
-    distance = kept["rivals"]["dp-merf_eps10_seed0"]["quality"]["sets"][0]["distance"]
+        assert f" {alone[key]['accuracy']['synthetic data']:.3f} (" in line.split("|")[4]
+    distance = alone["rival"]["quality"]["sets"][0]["distance"]
     lines = [line for line in text.splitlines() if line.startswith("| DP-MERF |")]
     assert f" {distance:.1f} (97.4 ± 1.9; " in lines[1].split("|")[5]
 
@@ -295,9 +305,9 @@ def test_a_panel_is_of_the_seeds_that_are_there(file, tmp_path):
             put(tmp_path, job, accuracy={"synthetic data": value})
     (table,) = tables_of(experiment, Results(tmp_path), (), Given())
     first, second, gain = table.lines
-    assert first.cells == (Cell("0.550 ± 0.071", "0.5 ± 0.1", "+0.050"), Cell("–", "0.6"))
+    assert first.cells == (Cell("0.550 ± 0.071", "0.5 ± 0.1", "+0.050"), Cell("not yet", "0.6"))
     assert second.cells[0].ours == "0.750 ± 0.071"
-    assert gain.cells == (Cell(f"{0.75 / 0.55:.2f} ×"), Cell("–"))
+    assert gain.cells == (Cell(f"{0.75 / 0.55:.2f} ×"), Cell("not yet"))
     (panel,) = experiment.panels
     assert curves_of(experiment, panel, "accuracy", Results(tmp_path), (), Given()) == {
         "first": [(1.0, pytest.approx(0.55), pytest.approx(statistics.stdev([0.5, 0.6])))],
@@ -359,7 +369,8 @@ def test_latex_has_no_character_that_would_act():
 @pytest.mark.parametrize("name", names())
 def test_latex_needs_no_letters_that_it_does_not_know(name, tmp_path):
     experiment = read(name)
-    text = latex(experiment.title, tables_of(experiment, Results(tmp_path), (), FROZEN), notes_of(experiment, FROZEN))
+    shared = (experiment, Results(tmp_path), (), FROZEN)
+    text = latex(experiment.title, tables_of(*shared), notes_of(*shared))
     assert set(re.findall(r"[^\x00-\x7f]", text)) <= {"é"}
     assert text.count("{") == text.count("}")
 
@@ -370,11 +381,14 @@ class Reader(html.parser.HTMLParser):
         self.open: list[str] = []
         self.tags: list[str] = []
         self.cells: list[str] = []
+        self.pictures: list[tuple] = []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        if tag not in ("meta",):
+        if tag not in ("meta", "img"):
             self.open.append(tag)
+        if tag == "img":
+            self.pictures.append((dict(attrs)["src"], dict(attrs)["alt"]))
         if tag in ("td", "th"):
             self.cells.append("")
 
@@ -388,8 +402,9 @@ class Reader(html.parser.HTMLParser):
 
 def test_html_says_what_was_said_and_nothing_of_it_acts():
     reader = Reader()
-    reader.feed(page(NASTY, [TABLE], [NASTY]))
+    reader.feed(page(NASTY, [TABLE], [NASTY], [("x.svg", Picture(b"", NASTY))]))
     assert reader.open == []
+    assert reader.pictures == [("x.svg", NASTY)]
     assert "i" not in reader.tags
     assert reader.cells == ["", NASTY, "", NASTY, "h", NASTY, NASTY, f"{NASTY}paper {NASTY}; +1", "2"]
 
@@ -486,6 +501,13 @@ def test_a_dry_run_says_what_would_run_and_of_table3_what_it_takes(tmp_path, cap
     assert "12 to run" in text  # thirteen rows: the one without tuning is read from the guidance run
     assert "| moment guidance | 11.4 | 0.35 | 171,360 |" in text
     assert not out.exists()
+
+
+def test_what_a_frozen_model_takes_is_told_by_the_recipe_and_not_by_the_tables_name(file, tmp_path, capsys):
+    frozen = GOOD.replace('"second"', '"moment guidance"').replace('method = "dp-merf"', 'method = "sd3-guide"')
+    for text, told in ((GOOD.replace('"first"', '"moment guidance"'), False), (GOOD, False), (frozen, True)):
+        assert main(["reproduce", file(text), "--dry-run", "--out", str(tmp_path)]) == 0
+        assert ("| moment guidance | 11.4 |" in capsys.readouterr().out) == told
 
 
 def test_a_result_is_of_the_recipe_that_was_run_whatever_its_file_says_today(tmp_path):

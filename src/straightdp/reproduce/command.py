@@ -13,13 +13,12 @@ from straightdp.progress import say
 from straightdp.reproduce import plots, slurm
 from straightdp.reproduce.experiment import Experiment, names, read
 from straightdp.reproduce.grids import grids
-from straightdp.reproduce.jobs import Given, Job, check_chosen, jobs_of
+from straightdp.reproduce.jobs import Given, Job, check_chosen, is_frozen, jobs_of
+from straightdp.reproduce.notes import notes_of
 from straightdp.reproduce.render import FORMATS
 from straightdp.reproduce.results import Results, measured
 from straightdp.reproduce.runner import Room, log_of, run_all
-from straightdp.reproduce.tables import notes_of, tables_of
-
-SD3 = "table3"
+from straightdp.reproduce.tables import tables_of
 
 
 def reproduce(options: argparse.Namespace) -> int:
@@ -76,13 +75,13 @@ def _say_plan(experiments: Sequence[Experiment], jobs: Sequence[Job], options: a
     print(f"{len(jobs)} to run in {options.out}")
     for job in jobs:
         print(f"  {job.name}  {job.shown}")
-    for experiment in experiments:
-        if experiment.name == SD3:
-            from straightdp.sd3 import estimates
+    asked = [row for one in experiments for _, row in one.rows() if not options.rows or row.name in options.rows]
+    if frozen := [row.name for row in asked if row.ratio is None and is_frozen(row.runs().recipe)]:
+        from straightdp.sd3 import estimates
 
-            rows = [row.name for _, row in experiment.rows() if not options.rows or row.name in options.rows]
+        if known := [name for name in frozen if name in estimates.ROWS]:
             print("\nWhat each row needs with the real model, estimated:\n")
-            print(estimates.table(estimates.estimate(rows)))
+            print(estimates.table(estimates.estimate(known)))
 
 
 def _hand_over(jobs: Sequence[Job], options: argparse.Namespace) -> None:
@@ -102,18 +101,20 @@ def _hand_over(jobs: Sequence[Job], options: argparse.Namespace) -> None:
 
 def _show(experiment: Experiment, results: Results, options: argparse.Namespace, given: Given) -> None:
     """Print a table in the format that is asked for; unless that is all, write it in each, and its pictures."""
-    parts = (experiment.title, tables_of(experiment, results, options.seeds, given), notes_of(experiment, given))
-    print(FORMATS[options.format][1](*parts))
+    shared = (experiment, results, options.seeds, given)
+    parts = (experiment.title, tables_of(*shared), notes_of(*shared))
+    print(FORMATS[options.format][1](*parts, ()))
     if options.print:
         return
-    files = {ending: write(*parts).encode() for ending, write in FORMATS.values()}
-    pictures = {
-        "svg": plots.draw(experiment, results, options.seeds, given),
-        "png": grids(experiment, options.out, given),
-    }
-    for ending, found in pictures.items():
-        files |= {f"{k}.{ending}" if k else ending: data for k, data in enumerate(found)}
+    drawn = {"svg": plots.draw(*shared), "png": grids(experiment, options.out, given)}
+    pictures = [
+        (f"{experiment.name}.{k}.{ending}" if k else f"{experiment.name}.{ending}", picture)
+        for ending, found in drawn.items()
+        for k, picture in enumerate(found)
+    ]
+    files = {f"{experiment.name}.{ending}": write(*parts, pictures).encode() for ending, write in FORMATS.values()}
+    files |= {name: picture.data for name, picture in pictures}
     results.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for ending, data in files.items():
-        write_durably(results.folder / f"{experiment.name}.{ending}", data, mode=0o600)
-    say(f"written: {', '.join(str(results.folder / f'{experiment.name}.{ending}') for ending in files)}")
+    for name, data in files.items():
+        write_durably(results.folder / name, data, mode=0o600)
+    say(f"written: {', '.join(str(results.folder / name) for name in files)}")

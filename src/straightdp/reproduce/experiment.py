@@ -88,14 +88,17 @@ class Panel(Part):
     settings: tuple[str, ...] = ()
     figures: tuple[str, ...] = Field(min_length=1)
     plot: tuple[str, ...] = Field(default=(), description="figures drawn over epsilon, or over the rows' `at`")
+    against: str = Field(default="", description="a figure in epsilon's place, better low: the plotted one is a front")
     grid: bool = Field(default=False, description="also a picture of the runs' samples")
     rows: tuple[Row, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Panel:
-        for figure in (*self.figures, *self.plot):
+        for figure in (*self.figures, *self.plot, *([self.against] if self.against else [])):
             if figure not in FIGURES:
                 raise ValueError(f"figure {figure!r} is not known{nearest(figure, FIGURES)}")
+        if self.against and (len(self.plot) != 1 or not self.epsilons):
+            raise ValueError("a front is of one figure in `plot` against another, at the panel's epsilons")
         for row in self.rows:
             self._fits(row)
         return self

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from straightdp.folder import NOT_PRIVATE, RELEASE, RunFolder
 from straightdp.reproduce.experiment import Experiment, Panel
 from straightdp.reproduce.jobs import Given, job_of
+from straightdp.reproduce.render import Picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,10 +19,16 @@ PINNED = "Internal: of runs whose noise was pinned or left out."
 AT_MOST, SIDE, GAP = 10, 48, 8  # images of a run; pixels
 
 
-def grids(experiment: Experiment, out: Path, given: Given) -> list[bytes]:
+def grids(experiment: Experiment, out: Path, given: Given) -> list[Picture]:
     """A PNG for each panel that asks for one; rows and budgets in their order, the first seed's images."""
-    found = [_grid(_strips(experiment, panel, out, given)) for panel in experiment.panels if panel.grid]
-    return [picture for picture in found if picture is not None]
+    found = [(panel, _grid(_strips(experiment, panel, out, given))) for panel in experiment.panels if panel.grid]
+    return [Picture(data, _alt(panel)) for panel, data in found if data is not None]
+
+
+def _alt(panel: Panel) -> str:
+    budgets = ", ".join(f"{epsilon:g}" for epsilon in panel.epsilons)
+    across = f"; from left to right ε = {budgets}" if budgets else ""
+    return f"Images of each run, one a class. From the top: {', '.join(panel.names())}{across}."
 
 
 def _strips(experiment: Experiment, panel: Panel, out: Path, given: Given) -> list[list[list[Image]]]:

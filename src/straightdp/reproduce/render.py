@@ -1,24 +1,41 @@
-"""Tables as Markdown, LaTeX and HTML."""
+"""Tables as Markdown, LaTeX and HTML; in Markdown and HTML with the pictures that lie beside them."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from straightdp.reproduce.tables import Cell, Table
+
+
+@dataclass(frozen=True)
+class Picture:
+    """`alt` says in words what is to be seen."""
+
+    data: bytes
+    alt: str
+
+
+Pictures = Sequence[tuple[str, Picture]]
+"""Each with the name of its file."""
 
 # Markdown
 
 
-def markdown(title: str, tables: Sequence[Table], notes: Sequence[str]) -> str:
-    parts = [f"# {title}"]
+def markdown(title: str, tables: Sequence[Table], notes: Sequence[str], pictures: Pictures = ()) -> str:
+    parts = [f"# {title}", *(markdown_picture(file, picture.alt) for file, picture in pictures)]
     for table in tables:
         parts += [f"## {table.title}"] if table.title else []
-        parts.append(_markdown_table(table))
+        parts.append(markdown_table(table))
     return "\n\n".join([*parts, *notes]) + "\n"
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_picture(file: str, alt: str) -> str:
+    return f"![{alt.replace('[', '(').replace(']', ')')}]({file})"
+
+
+def markdown_table(table: Table) -> str:
     above = [group for group, count in table.groups for _ in range(count)]
     heads = [f"{group}: {head}" for group, head in zip(above, table.heads, strict=True)] if above else table.heads
     rows = [["", *heads]]
@@ -56,8 +73,8 @@ def tex(text: str) -> str:
     return "".join(TEX.get(character, character) for character in text)
 
 
-def latex(title: str, tables: Sequence[Table], notes: Sequence[str]) -> str:
-    """Needs the packages booktabs and graphicx."""
+def latex(title: str, tables: Sequence[Table], notes: Sequence[str], pictures: Pictures = ()) -> str:
+    """Needs the packages booktabs and graphicx; leaves the pictures out, for LaTeX reads no SVG."""
     lines = [
         r"\begin{table*}[t]",
         r"\centering",
@@ -90,6 +107,7 @@ STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
 body { margin: 2rem auto; max-width: max-content; padding: 0 1rem }
 p { max-width: 60rem }
+img { max-width: 100%; background: white }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
 caption { text-align: left; font-weight: 600; padding: .3rem 0 }
@@ -101,8 +119,9 @@ td small { display: block; opacity: .75 }
 """
 
 
-def page(title: str, tables: Sequence[Table], notes: Sequence[str]) -> str:
-    parts = [f"<h1>{html.escape(title)}</h1>", *map(_html_table, tables)]
+def page(title: str, tables: Sequence[Table], notes: Sequence[str], pictures: Pictures = ()) -> str:
+    seen = (f'<img src="{html.escape(file)}" alt="{html.escape(picture.alt)}">' for file, picture in pictures)
+    parts = [f"<h1>{html.escape(title)}</h1>", *seen, *map(_html_table, tables)]
     parts += [f"<p>{html.escape(note)}</p>" for note in notes]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
@@ -133,7 +152,7 @@ def _beside(cell: Cell) -> str:
     return f"<small>{html.escape(beside)}</small>" if beside else ""
 
 
-Render = Callable[[str, Sequence[Table], Sequence[str]], str]
+Render = Callable[[str, Sequence[Table], Sequence[str], Pictures], str]
 FORMATS: dict[str, tuple[str, Render]] = {  # by name: how a file's name ends, and what writes it
     "markdown": ("md", markdown),
     "latex": ("tex", latex),

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from straightdp.reproduce.experiment import Experiment, Panel, Row
-from straightdp.reproduce.figures import FIGURES, INTERNAL, PUBLIC, features_of
+from straightdp.reproduce.figures import FIGURES, PUBLIC, features_of
 from straightdp.reproduce.jobs import Given, job_of
 from straightdp.reproduce.results import Results
 
-NOTHING = "–"
-LEGEND = "Ours (the paper's; difference), mean ± standard deviation over seeds; one seed where no ± stands."
+NOTHING = "not yet"
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Table:
 
 Values = dict[tuple[float, str], list[float]]
 """What the seeds measured, by budget and figure."""
+Bodies = dict[float, dict[int, dict]]
+"""Results by budget and seed."""
 
 
 def tables_of(experiment: Experiment, results: Results, seeds: Sequence[int], given: Given) -> list[Table]:
@@ -57,11 +58,10 @@ def _table(experiment: Experiment, panel: Panel, results: Results, seeds: Sequen
     values: dict[str, Values] = {}
     features: set[str] = set()
     for row in panel.rows:
-        if row.ratio is None:
-            bodies = bodies_of(experiment, panel, row, results, seeds, given)
-            values[row.name] = _values(panel, row, bodies)
-            features |= {name for found in bodies.values() for body in found if (name := features_of(body))}
-    heads = [_head(figure, features) for figure in panel.figures]
+        bodies = bodies_of(experiment, panel, row, results, seeds, given)
+        values[row.name] = {(e, f): values_of(row, f, found) for e, found in bodies.items() for f in panel.figures}
+        features |= features_in(bodies)
+    heads = [head_of(figure, features) for figure in panel.figures]
     lines = tuple(_line(panel, row, values) for row in panel.rows)
     if not panel.epsilons:
         return Table(panel.title, ("ε", *heads), lines)
@@ -74,27 +74,29 @@ def _table(experiment: Experiment, panel: Panel, results: Results, seeds: Sequen
 
 def bodies_of(
     experiment: Experiment, panel: Panel, row: Row, results: Results, seeds: Sequence[int], given: Given
-) -> dict[float, list[dict]]:
-    """The row's results by budget: those that are there, of the file's seeds and those that are named."""
+) -> Bodies:
+    """The row's results: those that are there, of the file's seeds and those that are named. None of a ratio."""
+    if row.ratio is not None:
+        return {}
     every = tuple(dict.fromkeys((*(panel.seeds or experiment.seeds), *seeds)))
-    found = {
-        epsilon: [
-            results.find(job_of(experiment, panel, row, epsilon, seed, given), panel.figures, row.of) for seed in every
-        ]
-        for epsilon in panel.budgets(row)
-    }
-    return {epsilon: [body for body in bodies if body is not None] for epsilon, bodies in found.items()}
+    found: Bodies = {}
+    for epsilon in panel.budgets(row):
+        jobs = {seed: job_of(experiment, panel, row, epsilon, seed, given) for seed in every}
+        bodies = {seed: results.find(job, panel.figures, row.of) for seed, job in jobs.items()}
+        found[epsilon] = {seed: body for seed, body in bodies.items() if body is not None}
+    return found
 
 
-def _values(panel: Panel, row: Row, bodies: dict[float, list[dict]]) -> Values:
-    return {
-        (epsilon, figure): [v for body in found if (v := FIGURES[figure].of(body, row.of)) is not None]
-        for epsilon, found in bodies.items()
-        for figure in panel.figures
-    }
+def values_of(row: Row, figure: str, found: dict[int, dict]) -> list[float]:
+    """What the seeds measured of a figure."""
+    return [value for body in found.values() if (value := FIGURES[figure].of(body, row.of)) is not None]
 
 
-def _head(figure: str, features: set[str]) -> str:
+def features_in(bodies: Bodies) -> set[str]:
+    return {name for found in bodies.values() for body in found.values() if (name := features_of(body))}
+
+
+def head_of(figure: str, features: set[str]) -> str:
     """Distances are named by the features they were taken in: the paper's FID may be another one."""
     head = FIGURES[figure].head
     if figure not in ("distance", "per_class") or len(features) != 1:
@@ -138,8 +140,3 @@ def number(paper: str) -> float | None:
     """The mean that the paper prints, if it prints one."""
     found = re.fullmatch(r"([-−+]?\d+(?:\.\d+)?)(?: ± .*)?", paper)
     return float(found[1].replace("−", "-")) if found else None
-
-
-def notes_of(experiment: Experiment, given: Given) -> list[str]:
-    said = f"Set for every run: {', '.join(given.settings)}." if given.settings else ""
-    return [note for note in (experiment.note, LEGEND, said, INTERNAL) if note]

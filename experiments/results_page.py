@@ -1,0 +1,107 @@
+"""docs/results.md and its pictures, from experiments/results and the words in results_page.md.jinja:
+
+python experiments/results_page.py
+
+No figure that is kept in results/ is typed into the words: they are filled in, so that the page follows the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from straightdp.files import write_durably
+from straightdp.reproduce import plots
+from straightdp.reproduce.experiment import read
+from straightdp.reproduce.figures import INTERNAL
+from straightdp.reproduce.jobs import Given
+from straightdp.reproduce.notes import LEGEND, Origin, extent, origins_of
+from straightdp.reproduce.render import markdown_picture, markdown_table
+from straightdp.reproduce.results import Results
+from straightdp.reproduce.tables import Cell, Line, Table, compared, tables_of
+
+HERE = Path(__file__).parent
+GIVEN = Given(frozen=('sd3.model="MODEL"',))
+
+
+class Page:
+    """What the words may ask for. Pictures that they ask for are drawn on the way."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.results = folder, Results(folder)
+        self.pictures: dict[str, bytes] = {}
+
+    def table(self, name: str) -> str:
+        """An experiment's tables with their note and runs; of a panel that nothing was measured of, its name alone."""
+        experiment = read(name)
+        shared = (self.results, (), GIVEN)
+        parts, origins = [], []
+        for panel, table in zip(experiment.panels, tables_of(experiment, *shared), strict=True):
+            found = origins_of(experiment, panel, *shared)
+            origins += found
+            parts += [f"**{table.title}**"] if table.title and found else []
+            parts.append(markdown_table(table) if found else f"{table.title or 'All of it'}: not yet.")
+        parts += [" ".join(part for part in (experiment.note, INTERNAL if origins else "") if part)]
+        return "\n\n".join(
+            [*parts, folded(f"{extent(experiment, origins)} Commits and devices:", runs(origins))] if origins else parts
+        )
+
+    def picture(self, name: str) -> str:
+        """Nothing of an experiment that has nothing to show."""
+        found = plots.draw(read(name), self.results, (), GIVEN)
+        files = [f"{name}{f'-{k}' if k else ''}.svg" for k in range(len(found))]
+        self.pictures |= {file: picture.data for file, picture in zip(files, found, strict=True)}
+        return "\n\n".join(markdown_picture(file, one.alt) for file, one in zip(files, found, strict=True))
+
+    def kept(self, name: str) -> dict:
+        """A file of results of another shape."""
+        return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def runs(origins: Sequence[Origin]) -> str:
+    """Which commit and device each row, budget and seed is of."""
+    seeds: dict[tuple[str, str, str, float], list[int]] = {}
+    for one in origins:
+        seeds.setdefault((one.commit, one.device, one.row, one.epsilon), []).append(one.seed)
+    budgets: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
+    for (commit, device, row, epsilon), found in seeds.items():
+        told = f"seed{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
+        budgets.setdefault((commit, device), {}).setdefault((row, told), []).append(f"{epsilon:g}")
+    lines = []
+    for (commit, device), rows in budgets.items():
+        told = (f"{row}, ε = {', '.join(epsilons)}, {seed}" for (row, seed), epsilons in rows.items())
+        lines.append(Line(f"commit {commit}", (Cell(device), Cell("; ".join(told)))))
+    return markdown_table(Table("", ("device", "runs"), tuple(lines)))
+
+
+def folded(head: str, body: str) -> str:
+    return f"<details><summary>{head}</summary>\n\n{body}\n\n</details>"
+
+
+def said(values: Iterable[float]) -> str:
+    """The mean over seeds, and their spread."""
+    return compared(list(values), "", 3).ours
+
+
+def page(folder: Path) -> dict[str, bytes]:
+    """The files of docs/, by name."""
+    asked = Page(folder)
+    words = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    template = words.from_string((HERE / "results_page.md.jinja").read_text(encoding="utf-8"))
+    methods = {"table": asked.table, "picture": asked.picture, "kept": asked.kept, "folded": folded, "said": said}
+    text = template.render(methods | {"INTERNAL": INTERNAL, "LEGEND": LEGEND})
+    return {"results.md": text.encode()} | asked.pictures
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs")
+    options = parser.parse_args()
+    for name, data in page(options.results).items():
+        write_durably(options.out / name, data)
+        print(options.out / name)
