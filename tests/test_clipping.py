@@ -403,6 +403,19 @@ def test_the_callers_matmul_precision_is_left_as_it_was():
         torch.set_float32_matmul_precision(before)
 
 
+def test_engines_of_two_clips_are_one_graph():
+    """Else every run, whose C is its own, compiles anew."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    batch, mask, codes = batch_of(torch.randn(3, *SHAPE), 2), torch.ones(3), []
+    for clip in (0.1, 7.0):
+        engine = engine_for(random_net(), clip, 2)
+        engine._step.enabled = True
+        trace = make_fx(engine._clipped, tracing_mode="fake", _allow_non_fake_inputs=True)
+        codes.append(trace(torch.tensor(clip), mask, *batch).code)
+    assert codes[0] == codes[1]
+
+
 def test_training_after_clipping_still_works():
     net = random_net()
     batch = batch_of(torch.randn(2, *SHAPE), 1)

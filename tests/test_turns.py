@@ -42,7 +42,7 @@ def spans(processes) -> list[tuple[float, float]]:
 
 
 def test_stages_that_fill_a_device_follow_each_other_and_waiting_is_not_their_time(tmp_path):
-    names = ("train", "sample", "pretrain")
+    names = ("train", "distill", "pretrain")
     found = spans([begin(tmp_path / name, name, 0.5, tmp_path / "turns") for name in names])
     assert all(one[1] <= two[0] for one, two in pairwise(found))
     for name in names:
@@ -50,7 +50,7 @@ def test_stages_that_fill_a_device_follow_each_other_and_waiting_is_not_their_ti
         assert stamps[name]["seconds"] == pytest.approx(0.5, abs=0.2)
 
 
-@pytest.mark.parametrize(("stage", "asked"), [("plan", True), ("train", False)])
+@pytest.mark.parametrize(("stage", "asked"), [("plan", True), ("evaluate", True), ("train", False)])
 def test_other_stages_and_runs_that_were_not_asked_do_not_wait(tmp_path, stage, asked):
     turns = tmp_path / "turns" if asked else None
     holder = begin(tmp_path / "a", "train", 20, tmp_path / "turns")
@@ -59,6 +59,37 @@ def test_other_stages_and_runs_that_were_not_asked_do_not_wait(tmp_path, stage, 
     assert end - start < 5
     assert holder.poll() is None
     holder.kill()
+
+
+COMPILES = """
+import sys, time
+import torch
+from straightdp.compiled import Compiled
+from straightdp.turns import turn
+class Slow(Compiled):
+    def _prepare(self, inputs):
+        print("compiles", flush=True)
+        sys.stdin.readline()
+        print("compiled", time.monotonic(), flush=True)
+        return self._function
+with turn("train") as mine:
+    Slow(torch.sin, enabled=True)(torch.zeros(3))
+    print("runs", time.monotonic(), mine.waited, flush=True)
+"""
+
+
+def test_a_run_that_compiles_lets_others_have_the_device_and_then_waits_for_its_turn(tmp_path):
+    environment = os.environ | {"STRAIGHTDP_TURNS": str(tmp_path / "turns")}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    compiles = subprocess.Popen([sys.executable, "-c", COMPILES], env=environment, **pipes)
+    assert compiles.stdout.readline() == "compiles\n"
+    trains = begin(tmp_path / "b", "train", 1.5, tmp_path / "turns")
+    start = float(trains.stdout.readline())
+    words = compiles.communicate("go on\n", timeout=60)[0].split()
+    compiled, runs, waited = float(words[1]), float(words[3]), float(words[4])
+    end = float(trains.communicate(timeout=60)[0])
+    assert start < compiled < end <= runs
+    assert waited == pytest.approx(runs - compiled, abs=0.2)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):

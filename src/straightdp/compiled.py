@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from straightdp import turns
 from straightdp.errors import BadInput
 
 
@@ -31,7 +32,8 @@ class Compiled:
             return self._function(*inputs)
         key = tuple((x.shape, x.dtype, x.device) for x in inputs)
         if key not in self._ready:
-            self._ready[key] = self._prepare(inputs)
+            with turns.given_up():  # compiling takes a minute, and the device hardly at all
+                self._ready[key] = self._prepare(inputs)
         return self._ready[key](*inputs)
 
     def _prepare(self, inputs: tuple[Tensor, ...]) -> Callable[..., Any]:

@@ -108,10 +108,10 @@ class RunFolder:
         stamp = stamps.get(name)
         if stamp and stamp["key"] == key and stamp["outputs"] == self._hashes(outputs):
             return False
-        with turn(name):
+        with turn(name) as mine:
             start = time.monotonic()
             work()
-            seconds = time.monotonic() - start
+            seconds = time.monotonic() - start - mine.waited
         entry = {"key": key, "outputs": self._hashes(outputs), "seconds": seconds}
         write_text(self.stamps, json.dumps(self.read_stamps() | {name: entry}, indent=1))
         return True

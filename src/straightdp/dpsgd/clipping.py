@@ -95,7 +95,7 @@ class ClippingEngine:
 
     @property
     def clip(self) -> float:
-        """C. Fixed: a compiled step has it built in."""
+        """C. Fixed: one engine clips to one bound."""
         return self._clip
 
     def parameters(self) -> list[nn.Parameter]:
@@ -112,7 +112,7 @@ class ClippingEngine:
                 "first, and run preflight again on a new engine"
             )
         with _full_products():
-            total, norms = self._step(mask, *batch)
+            total, norms = self._step(torch.full((), self.clip, device=mask.device), mask, *batch)
         return ClippedSum(total, norms, self.clip)
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -224,12 +224,13 @@ class ClippingEngine:
                 for p, value in zip(parameters, before, strict=True):
                     p.copy_(value)
 
-    def _clipped(self, mask: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        """(the clipped sum as one vector, per-record norms)."""
+    def _clipped(self, clip: Tensor, mask: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        """(the clipped sum as one vector, per-record norms). C is no constant of the step, so that runs whose C
+        differs find it compiled."""
         _, factors = self._backward(batch, mask)
         with torch.autocast(mask.device.type, enabled=False):  # the caller's is for the network alone
             norms, bound = gradient_norms(list(factors.values()))
-            factor = clip_factor(bound, mask, self.clip)
+            factor = clip_factor(bound, mask, clip)
             finite = not self._step.enabled and bool(torch.isfinite(bound).all())  # a compiled step does not ask
             return torch.cat([value.flatten() for value in self._collect(factors, factor, finite=finite)]), norms
 
@@ -263,7 +264,7 @@ def gradient_norms(factors: list[Kept]) -> tuple[Tensor, Tensor]:
     return squared.sqrt(), (squared + error).sqrt()
 
 
-def clip_factor(bound: Tensor, mask: Tensor, clip: float) -> Tensor:
+def clip_factor(bound: Tensor, mask: Tensor, clip: Tensor | float) -> Tensor:
     """What each record's gradient is multiplied by, from its norm's upper bound; zero for what must not contribute."""
     usable = torch.isfinite(bound) & (mask > 0)
     return torch.where(usable, (clip * MARGIN / bound.clamp_min(1e-30)).clamp_max(1.0), 0.0)

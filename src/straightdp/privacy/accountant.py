@@ -55,7 +55,7 @@ def rdp_epsilon(workload: Sequence[Declaration], delta: float) -> float:
 def _composed(accountant: Any, workload: Sequence[Declaration], delta: float) -> float:
     from dp_accounting.dp_event import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 
-    events: list[tuple[DpEvent, int]] = []
+    events: dict[DpEvent, int] = {}  # of equal mechanisms, which compose in one go
     precision = 0.0  # Gaussian mechanisms compose exactly: 1 / sigma^2 adds up
     for part in workload:
         if not (math.isfinite(part.sigma) and part.sigma >= SMALLEST_SIGMA):
@@ -65,14 +65,15 @@ def _composed(accountant: Any, workload: Sequence[Declaration], delta: float) ->
         if part.kind == "gaussian":
             precision += part.count / part.sigma**2
         elif part.kind == "poisson_gaussian" and part.q is not None and 0 < part.q <= 1:
-            events.append((PoissonSampledDpEvent(part.q, GaussianDpEvent(part.sigma)), part.count))
+            event = PoissonSampledDpEvent(part.q, GaussianDpEvent(part.sigma))
+            events[event] = events.get(event, 0) + part.count
         else:
             raise BudgetRefused(f"mechanism {part.id} of kind {part.kind!r} with rate {part.q} cannot be accounted")
     if precision:
-        events.append((GaussianDpEvent(1 / math.sqrt(precision)), 1))
+        events[GaussianDpEvent(1 / math.sqrt(precision))] = 1
     if not events:
         return 0.0
-    for event, count in events:
+    for event, count in events.items():
         if count:
             accountant.compose(event, count)
     return float(accountant.get_epsilon(delta))
