@@ -12,21 +12,18 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 from straightdp.data.sources import load
 from straightdp.dpsgd.planner import BETAS, edges, profile, shaped
 from straightdp.flow.fit import step_generator
-from straightdp.folder import RunFolder
 from straightdp.moments.basis import fit_basis
 from straightdp.moments.horizon import horizon, public_moments
-from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.spaces import Codes, Pixels, Space
 from straightdp.recipe import Recipe
 from straightdp.recipe import load as load_recipe
-from straightdp.stages.public import autoencode
+from straightdp.stages.public import fit_autoencoder
 from straightdp.team import pick_device
 
 RECIPES = {False: "experiments/mnist_paper.toml", True: "experiments/mnist_paper_latent.toml"}
@@ -36,19 +33,9 @@ PIECES = 32  # of panel (b)'s curves
 def space_of(recipe: Recipe, public, device: torch.device) -> Space:
     if recipe.latent.d is None:
         return Pixels(public.shape)
-    from safetensors.torch import load_file
-
     with tempfile.TemporaryDirectory() as work:
-        folder = RunFolder(Path(work))
-        folder.checkpoints.mkdir(parents=True)
-        compiled = device.type == "cuda"
-        inputs = SimpleNamespace(
-            recipe=recipe, device=device, public=public, public_ids=torch.zeros(0), compile=compiled, folder=folder
-        )
-        autoencode(inputs, folder.autoencoder)  # type: ignore[arg-type]
-        net = Autoencoder(recipe.latent, public.shape)
-        net.load_state_dict(load_file(folder.autoencoder))
-    return Codes(net, device)
+        x = public.z().to(device)
+        return Codes(fit_autoencoder(recipe, x, compile=x.is_cuda, checkpoint=Path(work) / "autoencode.pt"), device)
 
 
 def measure(recipe: Recipe, source: str, device: torch.device) -> dict:

@@ -156,7 +156,8 @@ def fit_velocity(inputs: Inputs, net: VelocityNet, batch: MakeBatch, name: str, 
         for parameter, gradient in zip(parameters, next(iter(ways.values()))(*given), strict=True):
             parameter.grad = gradient
 
-    follow_gradients(inputs, net, gradients, name, section, section.ema, identity)
+    checkpoint = inputs.folder.checkpoints / f"{name}.pt"
+    follow_gradients(net, gradients, name, section, section.ema, checkpoint, identity)
 
 
 def _cosine(one: tuple[Tensor, ...], two: list[Tensor]) -> float:
@@ -169,7 +170,7 @@ def _cosine(one: tuple[Tensor, ...], two: list[Tensor]) -> float:
 
 
 def follow_gradients(
-    inputs: Inputs, net: nn.Module, gradients: StepGradients, name: str, section, ema: float, identity: str
+    net: nn.Module, gradients: StepGradients, name: str, section, ema: float, checkpoint: Path, identity: str
 ) -> None:
     fit(
         net,
@@ -177,7 +178,7 @@ def follow_gradients(
         steps=section.steps,
         lr=section.lr,
         ema=ema,
-        checkpoint=inputs.folder.checkpoints / f"{name}.pt",
+        checkpoint=checkpoint,
         identity=identity,
         every=max(50, section.steps // 20),
         track=tracker(name),

@@ -32,24 +32,35 @@ def autoencode(inputs: Inputs, out: Path) -> None:
     """The public autoencoder, for a latent run; frozen from here on."""
     from safetensors.torch import save_file
 
-    section, device = inputs.recipe.latent, inputs.device
-    x = inputs.public.z().to(device)
+    net = fit_autoencoder(
+        inputs.recipe,
+        inputs.public.z().to(inputs.device),
+        compile=inputs.compile,
+        checkpoint=inputs.folder.checkpoints / "autoencode.pt",
+        identity=public_key(inputs, "autoencode"),
+    )
+    save_file(net.state_dict(), out)
+
+
+def fit_autoencoder(recipe: Recipe, x: Tensor, *, compile: bool, checkpoint: Path, identity: str = "") -> Autoencoder:
+    """Trained on the images x, (n, C, H, W), where they are."""
+    section, seed, device = recipe.latent, recipe.run.seed, x.device
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(inputs.recipe.run.seed)
-        net = Autoencoder(section, inputs.public.shape).to(device)
+        torch.manual_seed(seed)
+        net = Autoencoder(section, (x.shape[1], x.shape[2], x.shape[3])).to(device)
     parameters = trainable(net)
-    compiled = Compiled(lambda x, noise: torch.autograd.grad(net.loss(x, noise), parameters), enabled=inputs.compile)
+    compiled = Compiled(lambda x, noise: torch.autograd.grad(net.loss(x, noise), parameters), enabled=compile)
 
     def gradients(step: int) -> None:
-        generator = step_generator(inputs.recipe.run.seed, "autoencode", step, device)
+        generator = step_generator(seed, "autoencode", step, device)
         rows = torch.randint(len(x), (section.batch,), generator=generator, device=device)
         noise = torch.randn(section.batch, *net.shape, generator=generator, device=device)
         for parameter, gradient in zip(parameters, compiled(x[rows], noise), strict=True):
             parameter.grad = gradient
 
-    follow_gradients(inputs, net, gradients, "autoencode", section, 0.99, public_key(inputs, "autoencode"))
+    follow_gradients(net, gradients, "autoencode", section, 0.99, checkpoint, identity)
     net.settle(x)
-    save_file(net.state_dict(), out)
+    return net
 
 
 def enter_space(inputs: Inputs) -> None:
