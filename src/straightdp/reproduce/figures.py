@@ -80,6 +80,7 @@ FIGURES: dict[str, Figure] = {
     "p90": Figure("gradient norm, 90 %", 2, _norm("q90")),
     "tail": Figure("90 % over median", 2, _tail),
     "clipped": Figure("clip fraction", 3, _norm("clip_fraction")),
+    "pretraining": Figure("pretraining loss", 4, lambda body, of: body["pretrain_loss"]),
     "claimed": Figure("ε claimed", 3, lambda body, of: body["honest"]["claimed"]),
     "bound": Figure("ε, lower bound", 3, _bound),
     "above": Figure("bounds above the claim", 2, lambda b, of: float(_bound(b, of) > b["honest"]["claimed"])),
