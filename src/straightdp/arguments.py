@@ -161,7 +161,7 @@ def _add_without_noise(parser: argparse.ArgumentParser) -> None:
 def _add_recipe(parser: argparse.ArgumentParser, help: str = BUILT_IN_RECIPES) -> None:
     parser.add_argument("recipe", type=Path, nargs="?", help=help)
     parser.add_argument("--private", help="the private set: a folder, a file or a name")
-    parser.add_argument("--public", help="the public set")
+    parser.add_argument("--public", action="append", help="the public set; given several times, all of them as one")
     parser.add_argument("--epsilon", type=float)
     parser.add_argument("--delta", type=float)
     _add_settings(parser)

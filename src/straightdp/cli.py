@@ -36,7 +36,7 @@ def _load_recipe(options: argparse.Namespace):
 
     named = (
         ("private.data", options.private and _quoted(options.private)),
-        ("public.data", options.public and _quoted(options.public)),
+        ("public.data", options.public and _quoted(options.public[0] if len(options.public) == 1 else options.public)),
         ("privacy.epsilon", options.epsilon),
         ("privacy.delta", options.delta),
     )
@@ -44,7 +44,7 @@ def _load_recipe(options: argparse.Namespace):
     return recipe.load(options.recipe, tuple(settings + options.settings))
 
 
-def _quoted(text: str) -> str:
+def _quoted(text: str | list[str]) -> str:
     import json
 
     return json.dumps(text)

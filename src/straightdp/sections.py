@@ -59,10 +59,16 @@ class Private(Section):
 
 
 class Public(Section):
-    data: str = ""
+    data: str | tuple[str, ...] = Field(
+        default="", description="a folder, a file or a name; or a list of such, taken as one set"
+    )
     caption: str = Field(
         default="a public picture of {label}", description="template over {label}; {text} stands for each record's own"
     )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.data,) if isinstance(self.data, str) else self.data
 
 
 class Image(Section):

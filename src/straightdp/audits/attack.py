@@ -22,7 +22,7 @@ from straightdp.audits.one_run import OneRun
 from straightdp.audits.replay import Verdict, replay
 from straightdp.compiled import half
 from straightdp.data.records import to_z
-from straightdp.data.sources import load
+from straightdp.data.sources import load_together
 from straightdp.errors import BadInput
 from straightdp.files import write_durably
 from straightdp.folder import RunFolder
@@ -92,7 +92,7 @@ def audit(recipe: Recipe, out: Path) -> dict[str, Findings]:
     """Train, attack, and keep the findings in `out`/private. What was done already is not done again."""
     section = recipe.audit
     _check(recipe, out)
-    shape = load(recipe.public.data, size=recipe.image.size, channels=recipe.image.channels).shape
+    shape = load_together(recipe.public.sources, size=recipe.image.size, channels=recipe.image.channels).shape
     pictures = canaries.make(section.canaries + section.references, shape, section.kind, recipe.run.seed)
     runs = [(HONEST, 1.0, None), *((f"shadow-{k + 1}", 1.0, k) for k in range(section.shadows))]
     made: dict[str, tuple[Inputs, Planted]] = {}

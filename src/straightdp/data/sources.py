@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,36 @@ def load(source: str, *, size: int | None, channels: int, classes: tuple[str, ..
     if source in builtin.NAMES:
         return _named(source, size, channels, classes)
     return _path(source, size, channels, classes)
+
+
+def load_together(sources: Sequence[str], *, size: int | None, channels: int) -> Records:
+    """Several sets as one, in their order. Classes of the same name in two sets are two classes, told apart by their
+    sets' names; texts are kept where all sets bring them."""
+    if len(sources) == 1:
+        return load(sources[0], size=size, channels=channels)
+    if len(set(sources)) < len(sources) or not sources:
+        raise BadInput(f"a list of sets should name each once, and at least one, but is {list(sources)}")
+    found = [load(source, size=size, channels=channels) for source in sources]
+    if len({records.shape for records in found}) > 1:
+        sides = ", ".join(f"{source} {records.shape[1]}" for source, records in zip(sources, found, strict=True))
+        raise BadInput(f"sets that are taken as one differ in their images' side ({sides}); set image.size")
+    often = Counter(name for records in found for name in set(records.classes))
+    classes = [
+        name if often[name] == 1 else f"{name} of {Path(source).name}"
+        for source, records in zip(sources, found, strict=True)
+        for name in records.classes
+    ]
+    if len(set(classes)) < len(classes):
+        raise BadInput("two sets that are taken as one have the same name and classes; rename a folder or its classes")
+    first = accumulate((len(records.classes) for records in found[:-1]), initial=0)
+    labels = [records.labels + start for records, start in zip(found, first, strict=True)]
+    texts = [records.texts for records in found if records.texts is not None]
+    return Records(
+        np.concatenate([records.x for records in found]),
+        np.concatenate(labels),
+        tuple(classes),
+        tuple(chain.from_iterable(texts)) if len(texts) == len(found) else None,
+    )
 
 
 def _named(name: str, size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:

@@ -66,9 +66,9 @@ def _time_buckets(recipe: Recipe) -> tuple[Shape, list[str]]:
             "",
             f"time buckets: {why}, so `run` prints the candidates; the figures here are the uniform plan's",
         ]
-    from straightdp.data.sources import load
+    from straightdp.data.sources import load_together
 
-    public = load(recipe.public.data, size=recipe.image.size, channels=recipe.image.channels)
+    public = load_together(recipe.public.sources, size=recipe.image.size, channels=recipe.image.channels)
     z, labels = public.z(), torch.from_numpy(public.labels).unique(return_inverse=True)[1]
     basis = fit_basis(z, labels, recipe.release)
     tau = tau_of(recipe, measured_horizon(recipe, basis, z, labels))

@@ -9,7 +9,7 @@ import torch
 
 from straightdp.data.captions import from_template
 from straightdp.data.records import Records
-from straightdp.data.sources import load as load_records
+from straightdp.data.sources import load_together
 from straightdp.errors import BadInput
 from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning
@@ -49,7 +49,9 @@ def gather(
         if not getattr(recipe, section).data:
             raise BadInput(f"no {section} data was named; give --{section} or set {section}.data in the recipe")
     image = recipe.image
-    public = _nothing(image) if alone else load_records(recipe.public.data, size=image.size, channels=image.channels)
+    public = (
+        _nothing(image) if alone else load_together(recipe.public.sources, size=image.size, channels=image.channels)
+    )
     if not recipe.sd3.model:
         _check_shape(recipe, public)
     intake = Intake(recipe, public.shape[1], planted)

@@ -122,14 +122,19 @@ def _settings(recipes: Sequence[Recipe]) -> list[dict[str, str]]:
         tree = recipe.model_dump(mode="json")
         rows.append({f"{section}.{key}": value for section, body in tree.items() for key, value in body.items()})
     for key in SOURCES:
-        sources = list(dict.fromkeys(row[key] for row in rows if isinstance(row[key], str)))
+        sources = list(dict.fromkeys(source for row in rows for source in _sources(row[key])))
         said = [Path(source).name for source in sources]
         if key != "public.data" or len(set(said)) < len(said):
             said = [f"set {k}" for k in range(1, len(sources) + 1)]
         names = dict(zip(sources, said, strict=True))
         for row in rows:
-            row[key] = names.get(row[key], row[key])
+            row[key] = ", ".join(names[source] for source in _sources(row[key])) or row[key]
     return [{key: _text(value) for key, value in row.items() if key not in SEEDS} for row in rows]
+
+
+def _sources(value: Any) -> list[str]:
+    """Those that a setting names; one that is a fraction names none."""
+    return [value] if isinstance(value, str) else value if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:
