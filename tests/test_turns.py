@@ -92,6 +92,53 @@ def test_a_run_that_compiles_lets_others_have_the_device_and_then_waits_for_its_
     assert waited == pytest.approx(runs - compiled, abs=0.2)
 
 
+SHARES = """
+import sys, time
+from pathlib import Path
+import torch
+from straightdp import cache
+from straightdp.compiled import Compiled
+from straightdp.turns import turn
+out = Path(sys.argv[1])
+class Slow(Compiled):
+    def _prepare(self, inputs):
+        print("compiles", flush=True)
+        sys.stdin.readline()
+        return self._function
+def work():
+    Slow(torch.sin, enabled=True)(torch.zeros(3))
+    out.write_bytes(b"trained")
+print("begins", flush=True)
+with turn("pretrain"):
+    cache.shared("pretrain", "key", out, work)
+"""
+
+
+def test_a_run_that_waits_for_anothers_public_stage_does_not_keep_it_from_its_turn(tmp_path):
+    """One compiles with its turn given up, and works on what the other waits for."""
+    environment = os.environ | {"STRAIGHTDP_TURNS": str(tmp_path / "turns"), "STRAIGHTDP_CACHE": str(tmp_path / "kept")}
+    (tmp_path / "kept").mkdir()
+    outs = [tmp_path / "one", tmp_path / "two"]
+
+    def begin_shared(out) -> subprocess.Popen:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", SHARES, str(out)], env=environment, **pipes)
+        assert process.stdout.readline() == "begins\n"
+        return process
+
+    works = begin_shared(outs[0])
+    assert works.stdout.readline() == "compiles\n"
+    waits = begin_shared(outs[1])
+    time.sleep(0.5)
+    try:
+        works.communicate("go on\n", timeout=20)
+        waits.communicate(timeout=20)
+    finally:
+        works.kill()
+        waits.kill()
+    assert [out.read_bytes() for out in outs] == [b"trained"] * 2
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("STRAIGHTDP_TURNS", str(tmp_path / "missing" / "turns"))
     with pytest.raises(BadInput, match="STRAIGHTDP_TURNS"), turn("train"):

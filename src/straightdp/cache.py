@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
+from straightdp import turns
 from straightdp.errors import BadInput
 from straightdp.files import write_durably
 
@@ -55,7 +56,8 @@ def shared(name: str, key: str, out: Path, work: Callable[[], None]) -> None:
     place = Path(root) / f"{name}-{key}{out.suffix}"
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(place.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with turns.given_up():  # whoever works on it may be waiting for a turn
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if place.exists():
             write_durably(out, place.read_bytes())
         else:
