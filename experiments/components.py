@@ -3,12 +3,14 @@
 python experiments/components.py --out runs/components --results experiments/results/components.json
 
 Fashion-MNIST in MNIST's place with KMNIST as the public set, and the other way round. Of KMNIST there are 8,000
-records, for which 7.5 times the epsilon stands for 60,000. What was measured is kept, and not measured again.
+records, for which 7.5 times the epsilon stands for 60,000 (at epsilon 3 that is more than the accountant takes: 2
+stands in). What was measured is kept, and not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from pathlib import Path
@@ -17,7 +19,6 @@ from straightdp import pipeline, recipe
 from straightdp.audits.replay import replay
 
 HERE = Path(__file__).parent
-EPSILONS = (1.0, 3.0, 0.3)
 RELEASES = {"64 features": (64, 1), "128 features": (128, 1), "8 components": (128, 8), "20 components": (128, 20)}
 ALONE = (
     "pretrain.steps=0",
@@ -44,6 +45,7 @@ TASKS = {
         "public.caption=the garment {label}",
     ),
 }
+EPSILONS = {"fashion": (1.0, 3.0, 0.3), "kmnist": (1.0, 0.3, 2.0)}
 SCALE = {"fashion": 1.0, "kmnist": 7.5}  # of epsilon
 
 
@@ -64,7 +66,12 @@ def measure(out: Path, task: str, epsilon: float, release: str, seed: int) -> di
     score = json.loads(finished.evaluation.read_text())["scores"][0]
     assert score["name"] == "synthetic data"
     replayed = replay(finished.release).epsilon
-    return {"accuracy": round(score["mean"], 4), "epsilon_replayed": round(replayed, 4), "settings": settings}
+    return {
+        "accuracy": round(score["mean"], 4),
+        "epsilon_replayed": round(replayed, 4),
+        "commit": os.environ.get("STRAIGHTDP_COMMIT", ""),
+        "settings": settings,
+    }
 
 
 def main() -> None:
@@ -77,21 +84,16 @@ def main() -> None:
         "what": "accuracy of a LeNet trained on 10,000 draws of the release alone, by its components",
         "command": "python experiments/components.py --out DIR --results experiments/results/components.json",
         "recipe": "experiments/mnist.toml",
-        "commit": os.environ.get("STRAIGHTDP_COMMIT", ""),
         "device": "CPU",
     }
     body = json.loads(options.results.read_text()) if options.results.exists() else {"runs": {}}
     body = head | {"runs": body["runs"]}
-    for seed in range(options.seeds):
-        for epsilon in EPSILONS:
-            for task in TASKS:
-                for release in RELEASES:
-                    name = f"{task}, epsilon {epsilon:g}, {release}, seed {seed}"
-                    if name not in body["runs"]:
-                        body["runs"][name] = measure(
-                            options.out / name.replace(", ", "-"), task, epsilon, release, seed
-                        )
-                        options.results.write_text(json.dumps(body, indent=1) + "\n")
+    for seed, k, task, release in itertools.product(range(options.seeds), range(3), TASKS, RELEASES):
+        epsilon = EPSILONS[task][k]
+        name = f"{task}, epsilon {epsilon:g}, {release}, seed {seed}"
+        if name not in body["runs"]:
+            body["runs"][name] = measure(options.out / name.replace(", ", "-"), task, epsilon, release, seed)
+            options.results.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

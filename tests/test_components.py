@@ -295,7 +295,8 @@ def test_a_round_without_noise_is_lloyds():
     basis = make_basis(radius=1e3)
     statistic = statistics.component_sums(basis, CENTRES)
     noisy = torch.from_numpy(statistic.assemble(statistic.exact(z, y))).reshape(Y, K, 1 + P)
-    centres, weights = components.moved(CENTRES, noisy, 1e3, 0.0)
+    centres, weights, off = components.moved(CENTRES, noisy, 1e3, 0.0)
+    assert not off.any()
     f = basis.features(z.double())
     for c in range(Y):
         place = torch.cdist(f[y == c], CENTRES[c]).argmin(dim=1)
@@ -312,31 +313,34 @@ def test_noise_alone_moves_no_centre_far_and_shrinkage_helps():
     g, std, radius = keyed(0), 5.0, 2.0
     start = torch.zeros(10, 8, 60, dtype=torch.float64)
     noise = std * torch.randn(10, 8, 61, generator=g, dtype=torch.float64)
-    centres, weights = components.moved(start, noise, radius, std)
+    centres, weights, _ = components.moved(start, noise, radius, std)
     assert float(centres.norm(dim=2).max()) < 0.5 * radius
     assert torch.isfinite(weights).all()
     torch.testing.assert_close(weights.sum(dim=1), torch.ones(10).double())
     counts = torch.tensor([30.0, 60.0, 150.0, 300.0, 300.0, 300.0, 600.0, 600.0]).double()
     truth = 0.05 * torch.randn(10, 8, 60, generator=g, dtype=torch.float64)
     exact = torch.cat([counts[None, :, None].expand(10, -1, -1) / 4, truth * counts[:, None] / radius], dim=2)
-    found, _ = components.moved(start, exact + noise, radius, std)
+    found, _, off = components.moved(start, exact + noise, radius, std)
     plain = (exact + noise)[..., 1:] * radius / counts[:, None]
     error = (found - truth).square().mean()
     assert error < 0.5 * (plain - truth).square().mean()
     assert error < 0.9 * truth.square().mean()
+    assert float(off.mean()) == pytest.approx(float(error), rel=0.15), "it knows how far it is off"
 
 
-def test_the_mixture_keeps_the_released_second_moment():
+def test_the_mixture_keeps_the_released_second_moment_but_for_what_centres_are_off_by():
     g = keyed(1)
     root = torch.randn(Y, P, P, generator=g, dtype=torch.float64)
     total, means = root @ root.mT + 0.5 * torch.eye(P), torch.randn(Y, P, generator=g, dtype=torch.float64)
     centres = means[:, None] + 0.2 * torch.randn(Y, K, P, generator=g, dtype=torch.float64)
     weights = torch.full((Y, K), 1 / K, dtype=torch.float64)
-    left = components.within(total, means, centres, weights, 1e-3)
+    left = components.within(total, means, centres, weights, torch.zeros_like(centres), 1e-3)
     for c in range(Y):
         between = sum(torch.outer(v, v) / K for v in centres[c] - means[c])
         torch.testing.assert_close(left[c] + between, total[c], rtol=1e-9, atol=1e-9)
-    wide = components.within(total, means, means[:, None] + 30 * (centres - means[:, None]), weights, 1e-3)
+    off = components.within(total, means, centres, weights, torch.full_like(centres, 0.3), 1e-3)
+    torch.testing.assert_close(off - left, 0.3 * torch.eye(P).double().expand(Y, -1, -1), rtol=1e-9, atol=1e-9)
+    wide = components.within(total, means, means[:, None] + 30 * (centres - means[:, None]), weights, 0 * centres, 1e-3)
     assert float(torch.linalg.eigvalsh(wide).min()) == pytest.approx(1e-3)
 
 

@@ -39,8 +39,9 @@ def _k_means(x: Tensor, k: int, generator: torch.Generator) -> Tensor:
     return centres
 
 
-def moved(centres: Tensor, noisy: Tensor, radius: float, std: float) -> tuple[Tensor, Tensor]:
-    """(centres (Y, k, p), weights (Y, k)) after a round. `noisy` (Y, k, 1 + p) has noise of `std` on every number.
+def moved(centres: Tensor, noisy: Tensor, radius: float, std: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(centres (Y, k, p), weights (Y, k), by what variance each centre is off (Y, k, p)) after a round. `noisy`
+    (Y, k, 1 + p) has noise of `std` on every number.
 
     A component's centre goes by the mean of its records' clipped residuals. Of each feature's step it keeps what a
     Wiener filter does: the power of all components' steps beyond the noise, against its own noise, so that one with few
@@ -52,12 +53,14 @@ def moved(centres: Tensor, noisy: Tensor, radius: float, std: float) -> tuple[Te
     power = torch.einsum("yk,ykp->p", share, step.square())
     signal = (power - (share * error).sum()).clamp_min(0.0)
     gain = signal / (signal + error[..., None]).clamp_min(1e-300)
-    return centres + gain * step, counts / counts.sum(dim=1, keepdim=True)
+    return centres + gain * step, counts / counts.sum(dim=1, keepdim=True), gain * error[..., None]
 
 
-def within(covariance: Tensor, means: Tensor, centres: Tensor, weights: Tensor, floor: float) -> Tensor:
+def within(covariance: Tensor, means: Tensor, centres: Tensor, weights: Tensor, off: Tensor, floor: float) -> Tensor:
     """(Y, p, p): what is left of each class's covariance for its components, less the spread of their centres around
-    the class's mean. So the mixture has the released second moment, wherever that is larger than the spread."""
+    the class's mean, but for what these are off by: that is no spread of records, and taking it off made classes too
+    narrow (KMNIST, 20 components: accuracy 0.797, else 0.813). Without noise the class keeps its second moment."""
     deviation = centres - means[:, None]
     between = torch.einsum("yk,yki,ykj->yij", weights, deviation, deviation)
+    between = between - torch.diag_embed(torch.einsum("yk,ykp->yp", weights, off))
     return project_psd(covariance - between, floor)

@@ -183,10 +183,10 @@ def _split(
 ) -> MomentModel:
     """Every round's declared mechanism, and the model of the components that come of them."""
     centres = components.split(means.features, covariance, section.components)
-    weights = centres.new_full(centres.shape[:2], 1 / section.components)
+    weights, off = centres.new_full(centres.shape[:2], 1 / section.components), torch.zeros_like(centres)
     for k in range(1, section.rounds + 1):
         noisy = torch.from_numpy(vault.gaussian_sum(round_id(k), statistics.component_sums(basis, centres)))
         noisy = noisy.reshape(*centres.shape[:2], -1)
-        centres, weights = components.moved(centres, noisy, basis.residual_radius, stds[round_id(k)])
-    within = components.within(covariance, means.features, centres, weights, section.floor)
+        centres, weights, off = components.moved(centres, noisy, basis.residual_radius, stds[round_id(k)])
+    within = components.within(covariance, means.features, centres, weights, off, section.floor)
     return MomentModel.from_features(basis, centres, within, means.counts, section.rank, section.floor, weights)
