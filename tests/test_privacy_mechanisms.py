@@ -28,10 +28,12 @@ def make_basis(seed=0) -> Basis:
 
 BASIS = make_basis()
 MEANS = torch.randn(CLASSES, P, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 0.3
+CENTRES = torch.randn(CLASSES, 4, P, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
 ALL = {
     "class moments": statistics.class_moments(BASIS, CLASSES),
     "residual second moments": statistics.residual_second_moments(BASIS, MEANS.__getitem__, CLASSES),
     "residual trace": statistics.residual_trace(BASIS, MEANS.__getitem__),
+    "component sums": statistics.component_sums(BASIS, CENTRES),
     "shared second moment": statistics.shared_second_moment(BASIS),
     "shared second moment of records": statistics.shared_second_moment_of_records(BASIS),
 }
@@ -90,6 +92,19 @@ def test_the_worst_replacement_of_the_pair_is_the_papers_root_of_five_halves():
     b = exact_vector(statistic, torch.cat([z, other[None].float()]), torch.cat([y, torch.tensor([2])]))
     assert math.isclose(np.linalg.norm(a - b), math.sqrt(2.5), rel_tol=0.01)
     assert np.linalg.norm(a - b) <= statistic.sensitivity(Relation.REPLACE_ONE)
+
+
+def test_the_worst_replacement_among_components_is_two_in_one_place_and_less_elsewhere():
+    statistic = ALL["component sums"]
+    one, other, elsewhere = (
+        (BASIS.mean + (CENTRES[0, j] + s * 0.75 * torch.nn.functional.one_hot(torch.tensor(0), P)) @ BASIS.P)[None]
+        for s, j in ((1, 0), (-1, 0), (1, 1))
+    )
+    y = torch.tensor([0])
+    a, b, c = (exact_vector(statistic, z, y) for z in (one, other, elsewhere))
+    assert all(np.linalg.norm(v) == pytest.approx(math.sqrt(17 / 16), rel=1e-6) for v in (a, b, c))
+    assert np.linalg.norm(a - b) == pytest.approx(statistic.sensitivity(Relation.REPLACE_ONE), rel=1e-6)
+    assert np.linalg.norm(a - c) == pytest.approx(math.sqrt(17 / 8), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)

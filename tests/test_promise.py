@@ -612,6 +612,40 @@ def test_means_are_released_in_one_way(means, cross, tmp_path):
         assert verdict.releasable, verdict.text
 
 
+def rounds(*numbers: int, sensitivity: float = 17**0.5 / 4, without: str = "") -> list[Declaration]:
+    """Class moments, but for what is left out, and rounds of their components."""
+    moments = {"release/means": 1.25**0.5, "release/covariance": 1.0, "release/trace": 1.0}
+    moments |= {f"release/components/{k}": sensitivity for k in numbers}
+    return [Declaration(id, "", "gaussian", far, 19.0) for id, far in moments.items() if id != without]
+
+
+@pytest.mark.parametrize("numbers", [(), (1,), (1, 2), tuple(range(1, 10))])
+def test_rounds_of_components_hold_after_class_moments(numbers, tmp_path):
+    verdict, _ = verdict_on(tmp_path, rounds(*numbers))
+    assert verdict.releasable, verdict.text
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        rounds(2),
+        rounds(1, 3),
+        rounds(1, 2, without="release/means"),
+        rounds(1, 2, without="release/covariance"),
+        rounds(1, 2, without="release/trace"),
+    ],
+)
+def test_rounds_of_components_that_start_from_nothing_are_refused(workload, tmp_path):
+    verdict, line = verdict_on(tmp_path, workload)
+    assert (verdict.holds, verdict.line) == (False, line), verdict.text
+    assert "rounds of components" in verdict.text
+
+
+@pytest.mark.parametrize("workload", [rounds(1, sensitivity=1.03), rounds(*range(1, 11)), rounds(0)])
+def test_a_round_with_too_small_a_sensitivity_or_number_is_refused(workload, tmp_path):
+    assert not verdict_on(tmp_path, workload)[0].holds
+
+
 ONE, TWO, THREE = (f"{GRADIENTS}/{k}" for k in (1, 2, 3))
 NO_TURNS = {
     "one for all beside the first of several": steps_of((GRADIENTS, 2), (ONE, 2)),

@@ -208,6 +208,9 @@ OTHER: dict[str, dict[str, Any]] = {
         "text_quantile": 0.5,
         "centre": False,
         "project": False,
+        "components": 8,
+        "rounds": 3,
+        "components_share": 0.3,
         "rank": 4,
         "floor": 0.1,
         "min_count": 5.0,
@@ -310,12 +313,18 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
         "run.title",
         "run.compile",
         "dpsgd.micro_batch",
+        "release.rounds",
+        "release.components_share",
         *(f"sd3.{key}" for key in OTHER["sd3"] if key != "model"),
     )
     assert (changed.digest() == parse(colour).digest()) == ignored
     if section == "sd3":  # decides the model of a run on SD3 alone
         frozen = {"image": {"channels": 3, "size": 32}, "sd3": {"model": "a/b"}}
         assert parse(frozen | {"sd3": {"model": "a/b", key: OTHER["sd3"][key]}}).digest() != parse(frozen).digest()
+    if dotted in ("release.rounds", "release.components_share"):  # decide a model that has components
+        several = {"release": {"components": 2}}
+        more = {"release": {"components": 2, key: OTHER[section][key]}}
+        assert parse(more).digest() != parse(several).digest()
     if section == "rival":  # decides the model of a rival alone
         rival = {"run": {"method": "dp-merf"}}
         assert parse(rival | {section: {key: OTHER[section][key]}}).digest() != parse(rival).digest()
@@ -372,6 +381,11 @@ def test_no_number_may_be_nan_or_infinite(key, value):
         "release.sigma=-1",
         "release.weight=-0.1",
         "release.min_count=0.5",
+        "release.components=0",
+        "release.components=101",
+        "release.rounds=0",
+        "release.rounds=10",
+        "release.components_share=1",
         "release.covariance=full",
         "distill.tau=0",
         "distill.replay=1.1",
@@ -506,12 +520,26 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(tmp_path):
         ({"private": {"holdout": 2}}, "holdout"),
         ({"dpsgd": {"weight": 0}}, "dpsgd.steps"),
         ({"release": {"means_share": 1.0}}, "means_share"),
+        ({"release": {"components": 2, "condition": "global"}}, "release.condition = 'class'"),
+        ({"release": {"components": 2, "condition": "pooled"}}, "release.condition = 'class'"),
+        ({"release": {"components": 2, "covariance": "shared"}}, "release.covariance = 'residual'"),
+        ({"release": {"components": 2, "covariance": "public"}}, "release.covariance = 'residual'"),
+        ({"release": {"components": 2}, "privacy": {"mode": "paper"}}, "privacy.mode = 'tight'"),
+        ({"release": {"components": 2, "weight": 0}}, "give release.weight"),
+        ({"release": {"components": 8}, "privacy": {"n": 159}}, "8 components in all, and N = 159"),
+        ({"release": {"components": 8}, "privacy": {"n": 319}, "private": {"classes": ["a", "b"]}}, "16 components"),
     ],
 )
 def test_values_that_would_fail_later_are_refused_at_once(tree, word):
     with pytest.raises(BadInput, match=word) as caught:
         parse(tree)
     assert "string" not in str(caught.value)
+
+
+def test_components_that_have_just_enough_records_are_allowed():
+    for n, classes in ((160, None), (320, ["a", "b"])):
+        found = parse({"release": {"components": 8}, "privacy": {"n": n}, "private": {"classes": classes}})
+        assert found.release.components == 8
 
 
 def test_a_setting_cannot_reach_into_what_is_no_section(tmp_path):

@@ -40,7 +40,7 @@ from straightdp.data.records import Records
 from straightdp.dpsgd import clipping, trainer
 from straightdp.folder import RunFolder
 from straightdp.metrics import inception
-from straightdp.moments import release
+from straightdp.moments import components, release, statistics
 from straightdp.moments.basis import fit_basis
 from straightdp.moments.horizon import public_spread
 from straightdp.moments.release import Prompts, release_parts, run_release
@@ -396,6 +396,8 @@ RELEASES = {
     "class, shared": {"covariance": "shared"},
     "class, paper": {"mode": "paper"},
     "class, residual, codes": {"in_codes": True},
+    "class, residual, components": {"components": 3, "rounds": 2},
+    "class, residual, components, codes": {"components": 2, "rounds": 3, "in_codes": True},
     "captions, residual": {"condition": "pooled"},
     "captions, shared": {"condition": "pooled", "covariance": "shared"},
     "captions, paper": {"condition": "pooled", "mode": "paper", "centre": False},
@@ -417,6 +419,7 @@ def test_the_release_replays_on_every_neighbour(name, harness):
     spread = ["release/covariance"] * ("public" not in name) + ["release/trace"] * (
         "residual" in name or "whole" in name
     )
+    spread += [f"release/components/{k + 1}" for k in range(RELEASES[name].get("rounds", 0))]
     assert sorted(found) == sorted([MEANS[name.partition(",")[0]], *spread])
     assert min(found.values()) > (0.45 if "paper" in name else 0.9)  # the paper declares about twice what it needs
 
@@ -672,6 +675,23 @@ def added_twice(patch, harness):
     patch.setattr(mechanisms.RowSum, "exact", lambda *given: {k: 2 * v for k, v in exact(*given).items()})
 
 
+def places_by_the_others(patch, harness):
+    """A record goes to the component that is nearest after its slice's mean was taken off."""
+    sums = statistics.component_sums
+
+    def relative(*given):
+        statistic = sums(*given)
+        return replace(statistic, vectors=lambda z, y: statistic.vectors(z - z.mean(dim=0), y))
+
+    patch.setattr(statistics, "component_sums", relative)
+
+
+def centres_by_the_records(patch, harness):
+    """Centres move by how many records there are."""
+    moved = components.moved
+    patch.setattr(components, "moved", lambda c, *given: moved(c * len(harness.now.who), *given))
+
+
 def longer_gradients(patch, harness):
     factor = clipping.clip_factor
     patch.setattr(clipping, "clip_factor", lambda bound, mask, clip: factor(bound, mask, 1.5 * clip))
@@ -719,6 +739,8 @@ BROKEN = {
     counted_n: (partial(releasing, covariance="shared"), "around the mechanisms"),
     mean_over_the_records: (partial(releasing, **ONE_MEAN), "around the mechanisms: drawn, moments"),
     added_twice: (partial(releasing, **ONE_MEAN), r"release/mean, step 0: moved by 1\.5"),
+    places_by_the_others: (partial(releasing, components=3), r"release/components/1, step 0: moved"),
+    centres_by_the_records: (partial(releasing, components=3), r"moved by|around the mechanisms: drawn, moments"),
     longer_gradients: (partial(training, FEW), r"moved by 1\.49"),
     mean_of_the_batch: (partial(training, FEW), "moved by"),
     mean_of_the_noised_batch: (partial(training, FEW), "same batch moved"),

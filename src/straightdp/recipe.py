@@ -84,7 +84,26 @@ class Recipe(Section):
             )
         if self.dpsgd.steps and self.dpsgd.weight == 0 and self.dpsgd.sigma is None:
             raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
+        if self.release.components > 1:
+            self._can_split_classes()
         return self
+
+    def _can_split_classes(self) -> None:
+        section, n = self.release, self.privacy.n
+        said = f"release.components = {section.components}"
+        if section.weight == 0 and section.sigma is None:
+            raise ValueError(f"{said} needs a release: give release.weight")
+        if self.privacy.mode != "tight" or section.condition != "class" or section.covariance != "residual":
+            raise ValueError(
+                f"{said} splits what is released of each class: set privacy.mode = 'tight', release.condition = "
+                "'class' and release.covariance = 'residual'"
+            )
+        parts = section.components * len(self.private.classes or ("",))
+        if n is not None and n < parts * section.min_count:
+            raise ValueError(
+                f"{said} makes {parts} components in all, and N = {n} leaves each fewer than release.min_count = "
+                f"{section.min_count:g} records: set fewer"
+            )
 
     def _fits_frozen_model(self) -> None:
         if self.run.method == "from-scratch" or self.latent.d is not None or self.public.data:
@@ -128,6 +147,9 @@ class Recipe(Section):
             tree.pop("rival")
         if not self.sd3.model:
             tree.pop("sd3")
+        if self.release.components == 1:
+            for name in ("components", "rounds", "components_share"):
+                tree["release"].pop(name)
         if self.run.method == "private-evolution" or self.sd3.model:  # some public images are drawn as others are
             drawn = ("steps", "batch", "guidance") if self.sd3.model else ("steps", "batch")
             tree["prior"] = {key: getattr(self.sample, key) for key in drawn}

@@ -158,6 +158,14 @@ class Release(Section):
     text_quantile: Fraction = Field(default=0.99, description="R_txt: 1.1 x this quantile of the prompts' norms")
     centre: bool = Field(default=True, description="centre caption features at their public mean, with an intercept")
     project: bool = Field(default=True, description="cross moments in the public PCA basis, not of whole records")
+    components: Annotated[int, Field(ge=1, le=100)] = Field(
+        default=1,
+        description="Gaussians a class; beyond 1 by rounds of noisy k-means around the released class moments",
+    )
+    rounds: Annotated[int, Field(ge=1, le=9)] = Field(default=2, description="of the components, a mechanism each")
+    components_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.47, description="part of the release's privacy that goes to the rounds, if there are components"
+    )
     rank: Count = 32
     floor: Rate = Field(default=1e-2, description="lambda_0: covariance floor eigenvalue")
     min_count: Annotated[float, Field(ge=1)] = Field(

@@ -132,7 +132,8 @@ def _declaration(entry: Declare, before: dict[str, Declaration]) -> Declaration:
 
 
 def _whole(line: int, declared: dict[str, Declaration]) -> None:
-    """Declarations that belong together: time buckets that share their steps out, and one way to release means."""
+    """Declarations that belong together: time buckets that share their steps out, one way to release means, and what
+    the components' rounds start from."""
     steps = {id: part for id, part in declared.items() if id.startswith(GRADIENTS)}
     total, k = sum(part.count for part in steps.values()), len(steps)
     wanted = {bucket_id(i, k): bucket_steps(total, i, k) for i in range(k)}
@@ -140,6 +141,12 @@ def _whole(line: int, declared: dict[str, Declaration]) -> None:
         raise TranscriptError(line, "certifies time buckets that do not share out the steps of one DP-SGD")
     if len(declared.keys() & {"release/means", "release/mean", "release/cross"}) > 1:
         raise TranscriptError(line, "certifies two releases of the means")
+    rounds = {id for id in declared if id.startswith("release/components/")}
+    if rounds and not (
+        rounds == {f"release/components/{k}" for k in range(1, len(rounds) + 1)}
+        and {"release/means", "release/covariance", "release/trace"} <= declared.keys()
+    ):
+        raise TranscriptError(line, "certifies rounds of components that are not all there, or without class moments")
     if any(id.startswith("rival/") for id in declared) and len(declared) > 1:
         raise TranscriptError(line, "certifies a rival's mechanism beside another")
 

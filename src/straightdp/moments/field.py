@@ -3,14 +3,17 @@
 Sigma_y = V_y diag(lam_y) V_y^T + lambda_0 I with orthonormal columns V_y, so A_t has eigenvalues
 a_i = (1 - t)^2 + t^2 (lam_i + lambda_0) on V and a_0 = (1 - t)^2 + t^2 lambda_0 elsewhere.
 
+A class may be several Gaussians that share its Sigma_y. The proposition then says how likely each is given x, and as
+equation (3) is affine in the mean, the class's field is equation (3) at the mean of the means under these weights.
+
 Guarantee: neither n x Y x d numbers nor, where the covariance is shared, n x d x r are ever held at once. What grows
-with the number of classes beside the responsibilities themselves, (n, Y), is made in blocks of classes.
+with the number of classes beside the responsibilities themselves, (n, Y k), is made in blocks of classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +30,9 @@ BLOCK = 2**22  # numbers that one block of classes may take: 32 MiB in float64
 class MomentModel:
     """mu (Y, d); V (Y or 1, d, r); lam (Y or 1, r), the excess over the floor; prior (Y,). A released value.
 
-    `public` (d,) is the mean of public records, for a control; the model itself knows nothing of it.
+    `public` (d,) is the mean of public records, for a control; the model itself knows nothing of it. Where classes have
+    k components, `centres` (Y, k, d) are their means, `weights` (Y, k) their shares of the class, and mu is the mean
+    of the class; else a class is one Gaussian at mu.
     """
 
     mu: Tensor
@@ -36,16 +41,30 @@ class MomentModel:
     prior: Tensor
     floor: float
     public: Tensor | None = None
+    centres: Tensor | None = None
+    weights: Tensor | None = None
 
     @classmethod
     def from_features(
-        cls, basis: Basis, means: Tensor, covariance: Tensor, counts: Tensor, rank: int, floor: float
+        cls,
+        basis: Basis,
+        means: Tensor,
+        covariance: Tensor,
+        counts: Tensor,
+        rank: int,
+        floor: float,
+        weights: Tensor | None = None,
     ) -> MomentModel:
-        """From feature means (Y, p) and covariances (Y or 1, p, p): lifted, rank-r, floored."""
+        """From feature means (Y, p) and covariances (Y or 1, p, p): lifted, rank-r, floored. With `weights` (Y, k) the
+        means are those of components, (Y, k, p)."""
         values, vectors = torch.linalg.eigh(covariance)
         rank = min(rank, values.shape[-1])
         V = basis.P.T @ vectors[..., -rank:]
-        return cls._build(basis, means, V, values[..., -rank:], counts, floor)
+        if weights is None:
+            return cls._build(basis, means, V, values[..., -rank:], counts, floor)
+        overall = torch.einsum("yk,ykp->yp", weights, means)
+        model = cls._build(basis, overall, V, values[..., -rank:], counts, floor)
+        return replace(model, centres=basis.lift(means).float(), weights=weights.float())
 
     @classmethod
     def from_full(
@@ -73,12 +92,16 @@ class MomentModel:
         return cls(mu.float(), V.float().contiguous(), lam.float(), prior.float(), floor, basis.mean.float())
 
     def to(self, device: torch.device) -> MomentModel:
-        public = None if self.public is None else self.public.to(device)
-        mu, V, lam, prior = (part.to(device) for part in (self.mu, self.V, self.lam, self.prior))
-        return MomentModel(mu, V, lam, prior, self.floor, public)
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All there are, by name."""
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in every.items() if isinstance(value, Tensor)}
 
     def tilted(self, tilt: str, seed: int) -> MomentModel:
-        """The same with other means: the controls of a tilted start. `released` leaves them.
+        """The same with other means: the controls of a tilted start. `released` leaves them. A class's components move
+        with its mean.
 
         zero: none; random: one direction for all, of `seed`, each as long as the class's own; public: the mean of the
         public records, ValueError where it is not known.
@@ -86,28 +109,31 @@ class MomentModel:
         if tilt == "released":
             return self
         if tilt == "zero":
-            return replace(self, mu=torch.zeros_like(self.mu))
+            return self._at(torch.zeros_like(self.mu))
         if tilt == "public":
             if self.public is None:
                 raise ValueError("the public mean is not part of this release")
-            return replace(self, mu=self.public.expand_as(self.mu).contiguous())
+            return self._at(self.public.expand_as(self.mu).contiguous())
         direction = torch.randn(self.mu.shape[1], generator=torch.Generator().manual_seed(seed)).to(self.mu)
-        return replace(self, mu=self.mu.norm(dim=1, keepdim=True) * direction / direction.norm())
+        return self._at(self.mu.norm(dim=1, keepdim=True) * direction / direction.norm())
+
+    def _at(self, mu: Tensor) -> MomentModel:
+        """The same around other class means."""
+        return replace(self, mu=mu, centres=None if self.centres is None else self.centres + (mu - self.mu)[:, None])
 
     def under(self, labels: tuple[int, ...]) -> MomentModel:
-        """One component a caption, given each caption's class: captions of a class share its moments and its prior."""
+        """One row a caption, given each caption's class: captions of a class share its moments and its prior."""
         rows = torch.tensor(labels, device=self.mu.device)
         share = torch.bincount(rows, minlength=len(self.mu))[rows]
         own = rows if len(self.V) > 1 else torch.zeros(1, dtype=torch.int64, device=rows.device)
         prior = self.prior[rows] / share
-        return MomentModel(self.mu[rows], self.V[own], self.lam[own], prior, self.floor, self.public)
+        parts = {name: tensor[rows] for name, tensor in self._tensors().items() if name in ("mu", "centres", "weights")}
+        return replace(self, **parts, V=self.V[own], lam=self.lam[own], prior=prior)
 
     def save(self, path: Path) -> None:
         from safetensors.torch import save_file
 
-        tensors = {"mu": self.mu, "V": self.V, "lam": self.lam, "prior": self.prior}
-        tensors |= {} if self.public is None else {"public": self.public}
-        save_file(tensors, path, metadata={"floor": repr(self.floor)})
+        save_file(self._tensors(), path, metadata={"floor": repr(self.floor)})
 
     @classmethod
     def load(cls, path: Path) -> MomentModel:
@@ -122,14 +148,35 @@ class MomentModel:
         return table if len(table) == 1 else table[y]
 
     def _blocks(self, n: int) -> Iterator[slice]:
-        """Slices of the classes whose tensors for n points, (d + n) r numbers a class, stay within BLOCK."""
+        """Slices of the classes whose tensors for n points, (d + n k) r numbers a class, stay within BLOCK."""
         d, r = self.V.shape[1:]
-        size = max(1, BLOCK // ((d + n) * max(r, 1)))
+        size = max(1, BLOCK // ((d + n * self.means.shape[1]) * max(r, 1)))
         return (slice(first, first + size) for first in range(0, len(self.mu), size))
 
     def posterior_mean(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Equation (3): E[z | x_t = x, y] = mu_y + t Sigma A_t^{-1} (x - t mu_y). x is (n, d)."""
-        return self._condition(x, t, self.mu[y], self._of(self.V, y), self._of(self.lam, y))
+        """Equation (3): E[z | x_t = x, y] = mu_y + t Sigma A_t^{-1} (x - t mu_y). x is (n, d). Of a class with
+        components, mu_y is the mean of theirs given x."""
+        mu = self.mu[y] if self.centres is None else self._mean_of_means(x, t, y)
+        return self._condition(x, t, mu, self._of(self.V, y), self._of(self.lam, y))
+
+    def _mean_of_means(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """sum_j P(j | x_t = x, y) of centre j, (n, d)."""
+        means, points, times = torch.empty_like(x), x.double(), t.double()[:, None]
+        for k in y.unique().tolist():
+            rows = y == k
+            logs = self._log_density(points[rows], times[rows], slice(k, k + 1))[:, 0] + self._shares[k].log()
+            means[rows] = logs.softmax(dim=1).to(x.dtype) @ self.means[k]
+        return means
+
+    @property
+    def means(self) -> Tensor:
+        """Of every component, (Y, k, d)."""
+        return self.mu[:, None] if self.centres is None else self.centres
+
+    @property
+    def _shares(self) -> Tensor:
+        """Of every component in its class, (Y, k) float64."""
+        return (torch.ones_like(self.prior)[:, None] if self.weights is None else self.weights).double()
 
     def _condition(self, x: Tensor, t: Tensor, mu: Tensor, V: Tensor, lam: Tensor) -> Tensor:
         """Equation (3) row by row: mu is (n, d), V (n or 1, d, r), lam (n or 1, r)."""
@@ -157,36 +204,43 @@ class MomentModel:
         Guarantee: finite, and rows add up to 1, however far x is from every class; at t = 0 they are the prior. The
         logits are float64: their terms are of order |mu|^2 / a_0, and float32 put weights off by 1e-2 at d = 12,288.
         """
+        return self._component_weights(x, t).sum(dim=2)
+
+    def _component_weights(self, x: Tensor, t: Tensor) -> Tensor:
+        """How likely each component of each class is given x, (n, Y, k)."""
         points, times = x.double(), t.double()[:, None]
-        logs = [self._log_density(points, times, block) for block in self._blocks(len(x))]
-        return (self.prior.double().log() + torch.cat(logs, dim=1)).softmax(dim=1).to(x.dtype)
+        logs = torch.cat([self._log_density(points, times, block) for block in self._blocks(len(x))], dim=1)
+        logs = (self.prior.double()[:, None] * self._shares).log() + logs
+        return logs.flatten(1).softmax(dim=1).to(x.dtype).reshape(logs.shape)
 
     def _log_density(self, x: Tensor, t: Tensor, block: slice) -> Tensor:
-        """log N(x; t mu_y, A_t), (n, classes of the block), less what all classes share: |x|^2 / a_0 and d log a_0."""
-        mu, V, lam = self.mu[block].double(), self._of(self.V, block).double(), self._of(self.lam, block).double()
+        """log N(x; t mu, A_t) of every component, (n, classes of the block, k), less what all classes share:
+        |x|^2 / a_0 and d log a_0."""
+        mu, V, lam = self.means[block].double(), self._of(self.V, block).double(), self._of(self.lam, block).double()
         a0 = (1 - t).square() + t.square() * self.floor
         a = a0[:, :, None] + t[:, :, None].square() * lam
-        quadratic = (t.square() * mu.square().sum(dim=1) - 2 * t * (x @ mu.T)) / a0
-        quadratic = quadratic + torch.einsum("nyr,nyr->ny", 1 / a - 1 / a0[:, :, None], _along(x, t, mu, V).square())
-        return -0.5 * (quadratic + (a / a0[:, :, None]).log().sum(dim=2))
+        flat = mu.flatten(0, 1)
+        quadratic = ((t.square() * flat.square().sum(dim=1) - 2 * t * (x @ flat.T)) / a0).reshape(-1, *mu.shape[:2])
+        along = torch.einsum("nyr,nykr->nyk", 1 / a - 1 / a0[:, :, None], _along(x, t, mu, V).square())
+        return -0.5 * (quadratic + along + (a / a0[:, :, None]).log().sum(dim=2, keepdim=True))
 
     def mixture_mean(self, x: Tensor, t: Tensor) -> Tensor:
         """Equation (4): E[z | x_t = x], the conditional ones averaged by responsibility. x is (n, d).
 
         Equation (3) is affine in mu_y, so under a shared covariance the average is equation (3) at the mean of the
-        means. Else that holds off the V_y, with the floor for Sigma, and each class adds its part along V_y.
+        means. Else that holds off the V_y, with the floor for Sigma, and each component adds its part along V_y.
         """
-        weights = self.responsibilities(x, t)
-        centre = weights @ self.mu
+        weights = self._component_weights(x, t)
+        centre = weights.flatten(1) @ self.means.flatten(0, 1)
         if len(self.V) == len(self.lam) == 1:
             return self._condition(x, t, centre, self.V, self.lam)
         t = t[:, None]
         mean = centre + self._gains(t, self.lam[:1])[0] * (x - t * centre)
         for block in self._blocks(len(x)):
-            mu, V, lam = self.mu[block], self._of(self.V, block), self._of(self.lam, block)
+            mu, V, lam = self.means[block], self._of(self.V, block), self._of(self.lam, block)
             gain0, gain = self._gains(t[:, :, None], lam)
-            share = weights[:, block, None] * (gain - gain0) * _along(x, t, mu, V)
-            mean = mean + torch.einsum("ydr,nyr->nd", V, share)
+            share = weights[:, block, :, None] * (gain - gain0)[:, :, None] * _along(x, t, mu, V)
+            mean = mean + torch.einsum("ydr,nyr->nd", V, share.sum(dim=2))
         return mean
 
     def mixture_velocity(self, x: Tensor, t: Tensor) -> Tensor:
@@ -198,7 +252,10 @@ class MomentModel:
         """tr Cov[z | x_t, y], the same for every x, averaged over classes by prior: the planner's V-bar. t is (k,).
 
         Sigma - t^2 Sigma A_t^{-1} Sigma has eigenvalues lam (1 - t)^2 / ((1 - t)^2 + t^2 lam), lam those of Sigma.
+        ValueError for classes with components, where it hangs on x: the planner asks public moments, which have none.
         """
+        if self.centres is not None:
+            raise ValueError("the posterior trace of a class with components hangs on x")
         t = t[:, None, None]
         noise = (1 - t).square()
 
@@ -210,18 +267,22 @@ class MomentModel:
         return (traces * self.prior).sum(dim=1)
 
     def sample(self, y: Tensor, generator: torch.Generator) -> Tensor:
-        """z ~ N(mu_y, Sigma_y), (n, d): the release alone as a generator."""
+        """z ~ N(mu_y, Sigma_y), (n, d), at one of the class's components: the release alone as a generator."""
         mu, r = self.mu[y], self.lam.shape[1]
+        if self.centres is not None and self.weights is not None and len(y):
+            place = torch.multinomial(self.weights[y], 1, generator=generator)[:, 0]
+            mu = self.centres[y, place]
         white = torch.randn((len(y), r), generator=generator, device=mu.device)
         shaped = torch.einsum("ndr,nr->nd", self._of(self.V, y), self._of(self.lam, y).sqrt() * white)
         return mu + shaped + self.floor**0.5 * noise_like(mu, generator)
 
     def tilted_start(self, y: Tensor, t0: float, generator: torch.Generator) -> Tensor:
-        """x_{t0} ~ N(t0 mu_y, t0^2 Sigma_y + (1 - t0)^2 I): where guided sampling begins."""
+        """x_{t0} ~ N(t0 mu_y, t0^2 Sigma_y + (1 - t0)^2 I), or the mixture of such: where guided sampling begins."""
         z = self.sample(y, generator)
         return t0 * z + (1 - t0) * noise_like(z, generator)
 
 
 def _along(x: Tensor, t: Tensor, mu: Tensor, V: Tensor) -> Tensor:
-    """V_y^T (x - t mu_y) for each point and class, (n, Y, r). x is (n, d), t (n, 1), mu (Y, d), V (Y or 1, d, r)."""
-    return torch.einsum("nd,ydr->nyr", x, V) - t[:, :, None] * torch.einsum("yd,ydr->yr", mu, V)
+    """V_y^T (x - t mu) for each point and component, (n, Y, k, r). x is (n, d), t (n, 1), mu (Y, k, d) and V
+    (Y or 1, d, r)."""
+    return torch.einsum("nd,ydr->nyr", x, V)[:, :, None] - t[:, :, None, None] * torch.einsum("ykd,ydr->ykr", mu, V)

@@ -5,6 +5,7 @@ moments, equation 5). Then the spread:
 residual: around the released means, second moments (one a class; one for all captions) and one trace.
 shared:   one second moment for all, in the public basis (paper mode: of whole records);
 public:   that of public records around their classes' means, which costs nothing.
+With `components`, a class is then split into several Gaussians, moved by rounds of noisy sums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from straightdp.moments import statistics
+from straightdp.moments import components, statistics
 from straightdp.moments.basis import Basis
 from straightdp.moments.covariance import per_class, project_psd
 from straightdp.moments.field import MomentModel
@@ -28,7 +29,13 @@ from straightdp.recipe import RIVALS, Recipe, Release
 
 MEANS, MEAN, CROSS = "release/means", "release/mean", "release/cross"
 COVARIANCE, TRACE = "release/covariance", "release/trace"
+COMPONENTS = "release/components"
 TRACE_PART = 0.01
+
+
+def round_id(k: int) -> str:
+    """The mechanism of the components' round k, from 1."""
+    return f"{COMPONENTS}/{k}"
 
 
 def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
@@ -36,8 +43,9 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
     section, paper = recipe.release, recipe.privacy.mode == "paper"
     if recipe.run.method in RIVALS or (section.weight == 0 and section.sigma is None):
         return ()
-    means = 1.0 if section.covariance == "public" else section.means_share
-    rest = 1 - means
+    spread = 1 - section.components_share if section.components > 1 else 1.0
+    means = 1.0 if section.covariance == "public" else spread * section.means_share
+    rest = spread - means
     if section.condition == "global":
         parts = [ReleasePart(MEAN, "sum of all records' features", 2.0 if paper else 1.0, means)]
     elif section.condition == "class":
@@ -53,6 +61,11 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
         parts.append(ReleasePart(TRACE, "mean squared distance from the released means", 1.0, rest * TRACE_PART))
     else:
         parts.append(ReleasePart(COVARIANCE, "shared second moment", 2.0 if paper else 1.0, rest))
+    if section.components > 1:
+        what = "counts and sums around the released centres, round {} of {}"
+        for k in range(1, section.rounds + 1):
+            said, part = what.format(k, section.rounds), section.components_share / section.rounds
+            parts.append(ReleasePart(round_id(k), said, statistics.COMPONENT_BOUND, part))
     return tuple(parts)
 
 
@@ -116,6 +129,8 @@ def run_release(
         second = vault.gaussian_sum(COVARIANCE, statistics.shared_second_moment_of_records(basis))[0]
         within = torch.from_numpy(second) / vault.n - basis.P.T @ means.between @ basis.P
         return MomentModel.from_full(basis, means.features, within, means.counts, section.rank, section.floor)
+    if section.components > 1:
+        return _split(vault, basis, means, covariance, section, stds)
     return MomentModel.from_features(basis, means.features, covariance, means.counts, section.rank, section.floor)
 
 
@@ -161,3 +176,17 @@ def _residual_covariance(vault: Vault, basis: Basis, means: Means, section: Rele
     noise_std = stds[COVARIANCE] * basis.residual_radius**2
     counts = means.counts if means.condition == "class" else torch.tensor([float(vault.n)]).double()
     return per_class(moments, counts, noise_std, scale, section.floor, section.min_count)
+
+
+def _split(
+    vault: Vault, basis: Basis, means: Means, covariance: Tensor, section: Release, stds: dict[str, float]
+) -> MomentModel:
+    """Every round's declared mechanism, and the model of the components that come of them."""
+    centres = components.split(means.features, covariance, section.components)
+    weights, off = centres.new_full(centres.shape[:2], 1 / section.components), torch.zeros_like(centres)
+    for k in range(1, section.rounds + 1):
+        noisy = torch.from_numpy(vault.gaussian_sum(round_id(k), statistics.component_sums(basis, centres)))
+        noisy = noisy.reshape(*centres.shape[:2], -1)
+        centres, weights, off = components.moved(centres, noisy, basis.residual_radius, stds[round_id(k)])
+    within = components.within(covariance, means.features, centres, weights, off, section.floor)
+    return MomentModel.from_features(basis, centres, within, means.counts, section.rank, section.floor, weights)

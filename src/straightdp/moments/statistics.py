@@ -10,12 +10,15 @@ from torch import Tensor
 
 from straightdp.moments.basis import Basis
 from straightdp.moments.text import TextBasis
+from straightdp.nets.rowwise import row_sum
 from straightdp.privacy.mechanisms import Condition, OuterSum, RowSum
 
 PAIR_BOUND = math.sqrt(1.25)  # (1, f / 2R): one count and half a unit
 PAIR_REPLACE_BOUND = math.sqrt(2.5)
 CROSS_BOUND = math.sqrt(2)
 CROSS_REPLACE_BOUND = 2 * math.sqrt(2)
+COMPONENT_COUNT = 0.25
+COMPONENT_BOUND = math.sqrt(1 + COMPONENT_COUNT**2)  # (1/4, r / R): a quarter of a count and one unit
 
 
 def class_moments(basis: Basis, classes: int) -> RowSum:
@@ -94,6 +97,29 @@ def residual_trace(basis: Basis, mean_of: MeanOf, condition: Condition = "class"
         return (r.square().sum(dim=1, keepdim=True) / basis.widest_residual**2).clamp_max(1.0)
 
     return RowSum(vectors, 1, 1.0, replace_bound=1.0, condition=condition)
+
+
+def component_sums(basis: Basis, centres: Tensor) -> RowSum:
+    """Per class, the pairs (1/4, r / R) of its components side by side: each record adds its own in the place of the
+    nearest *released* centre of its class, r = f - centre clipped to the residuals' radius. centres is (Y, k, p).
+
+    One record fills one place: sqrt(17/16) under add/remove. Of a replacement the worst keeps the place, where the
+    quarters cancel and the residuals are opposite: 2.
+    Guarantee: a record's place is the same to the bit whatever batch it is in.
+    """
+    classes, k, p = centres.shape
+
+    def vectors(z: Tensor, y: Tensor) -> Tensor:
+        f = basis.features(z)
+        distances = [row_sum((f - centres[y, j]).square()) for j in range(k)]
+        every, place = torch.arange(len(f)), torch.cat(distances, dim=1).argmin(dim=1)
+        r = (f - centres[y, place]) / basis.residual_radius
+        r = r * (1 / row_sum(r.square()).sqrt().clamp_min(1e-300)).clamp_max(1.0)
+        rows = torch.zeros(len(f), k, 1 + p, dtype=f.dtype)
+        rows[every, place, 0], rows[every, place, 1:] = COMPONENT_COUNT, r
+        return rows.flatten(1)
+
+    return RowSum(vectors, k * (1 + p), COMPONENT_BOUND, classes, replace_bound=2.0)
 
 
 def shared_second_moment(basis: Basis) -> OuterSum:

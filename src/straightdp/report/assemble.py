@@ -199,9 +199,10 @@ def _public_pictures(inputs: Inputs) -> tuple[ClassPictures, ...]:
 def _moment_pictures(inputs: Inputs) -> tuple[ClassPictures, ...]:
     if not inputs.folder.moments.exists():
         return ()
-    mu = MomentModel.load(inputs.folder.moments).mu.reshape(-1, *inputs.space.shape)
-    conditioning = inputs.conditioning
-    return _by_class(to_pixels(inputs.space.decode(mu)), np.array(conditioning.labels), conditioning.classes)
+    means, conditioning = MomentModel.load(inputs.folder.moments).means, inputs.conditioning
+    labels = np.repeat(conditioning.labels, means.shape[1])
+    images = to_pixels(inputs.space.decode(means.reshape(-1, *inputs.space.shape)))
+    return _by_class(images, labels, conditioning.classes)
 
 
 def _files(folder: RunFolder) -> tuple[tuple[str, int, str], ...]:
