@@ -114,13 +114,13 @@ def test_streams_stay_within_b0_between_blocks():
 
 def test_a_post_hoc_net_pretrains_without_constraints_and_its_weights_go_on_with_them():
     net = awake(**FULL, post_hoc=True)
-    free = MMDiT(net.section.pretrained, SHAPE)
+    free = MMDiT(net.section.while_pretraining, SHAPE)
     assert free.section == awake().section
     free.load_state_dict(net.state_dict())
     inputs = torch.randn(3, *SHAPE), torch.rand(3), torch.randint(0, 9, (3, 3))
     assert not torch.allclose(net(*inputs), free(*inputs))
     kept = section(**FULL)
-    assert kept.pretrained == kept
+    assert kept.while_pretraining == kept
 
 
 @pytest.mark.parametrize("changes", [{"B0": 2.0}, {"l0": 1}, {"decoupled": True}, {"s": 0.5}, FULL, FULL | {"l0": 2}])

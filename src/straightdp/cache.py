@@ -56,7 +56,7 @@ def shared(name: str, key: str, out: Path, work: Callable[[], None]) -> None:
     place = Path(root) / f"{name}-{key}{out.suffix}"
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(place.with_suffix(".lock"), "w") as lock:
-        with turns.given_up():  # whoever works on it may be waiting for a turn
+        with turns.given_up(waits=True):  # whoever works on it may be waiting for a turn
             fcntl.flock(lock, fcntl.LOCK_EX)
         if place.exists():
             write_durably(out, place.read_bytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -66,6 +66,14 @@ class Public(Section):
         default="a public picture of {label}", description="template over {label}; {text} stands for each record's own"
     )
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _names_sets(cls, data: object) -> object:
+        listed = isinstance(data, list | tuple) and all(isinstance(name, str) for name in data)
+        if not (listed or isinstance(data, str)):
+            raise ValueError("it should be a folder, a file or a name, or a list of such")
+        return data
+
     @property
     def sources(self) -> tuple[str, ...]:
         return (self.data,) if isinstance(self.data, str) else self.data
@@ -111,8 +119,8 @@ class Net(Section):
     post_hoc: bool = Field(default=False, description="constraints from after pretraining on: the paper's ablation")
 
     @property
-    def pretrained(self) -> Net:
-        """The network that pretrains: this one, or one without constraints where they come post hoc."""
+    def while_pretraining(self) -> Net:
+        """This network, or one without constraints where they come post hoc."""
         free = {"B0": None, "l0": None, "decoupled": False, "s": None, "post_hoc": False}
         return self.model_copy(update=free) if self.post_hoc else self
 

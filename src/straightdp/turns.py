@@ -27,7 +27,7 @@ FILLS = frozenset({"autoencode", "prior", "pretrain", "distill", "train", "match
 
 @dataclass
 class Turn:
-    """`waited`: seconds that were spent waiting for it since it began, after it was given up."""
+    """`waited`: seconds since it began that were spent waiting, for it or for what others make."""
 
     waited: float = 0.0
 
@@ -65,14 +65,15 @@ def turn(stage: str) -> Iterator[Turn]:
 
 
 @contextmanager
-def given_up() -> Iterator[None]:
-    """Let others have the device while this block does other work, then wait for the next turn."""
+def given_up(*, waits: bool = False) -> Iterator[None]:
+    """Let others have the device while this block does other work, or `waits` for others', then wait for a turn."""
+    begun = time.monotonic()
     for file, _ in _held:
         fcntl.flock(file, fcntl.LOCK_UN)
     try:
         yield
     finally:
-        start = time.monotonic()
+        start = begun if waits else time.monotonic()
         for file, mine in _held:
             fcntl.flock(file, fcntl.LOCK_EX)
             mine.waited += time.monotonic() - start

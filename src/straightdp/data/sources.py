@@ -58,7 +58,7 @@ def load_together(sources: Sequence[str], *, size: int | None, channels: int) ->
         for name in records.classes
     ]
     if len(set(classes)) < len(classes):
-        raise BadInput("two sets that are taken as one have the same name and classes; rename a folder or its classes")
+        raise BadInput("two sets that are taken as one have the same name and classes; rename one of them")
     first = accumulate((len(records.classes) for records in found[:-1]), initial=0)
     labels = [records.labels + start for records, start in zip(found, first, strict=True)]
     texts = [records.texts for records in found if records.texts is not None]

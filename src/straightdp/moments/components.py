@@ -16,8 +16,7 @@ DRAWS, ITERATIONS = 4000, 15
 
 
 def split(means: Tensor, covariance: Tensor, k: int) -> Tensor:
-    """First centres, (Y, k, p): k means of draws of each class's released Gaussian. Draws are keyed by nothing else, so
-    that a run which is taken up again finds the same ones."""
+    """First centres, (Y, k, p): k means of draws of each class's released Gaussian, by a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     values, vectors = torch.linalg.eigh(covariance)
     roots = vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)

@@ -44,6 +44,10 @@ class MomentModel:
     centres: Tensor | None = None
     weights: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if (self.centres is None) != (self.weights is None):
+            raise ValueError("components have centres and weights, or neither")
+
     @classmethod
     def from_features(
         cls,
@@ -148,9 +152,9 @@ class MomentModel:
         return table if len(table) == 1 else table[y]
 
     def _blocks(self, n: int) -> Iterator[slice]:
-        """Slices of the classes whose tensors for n points, (d + n k) r numbers a class, stay within BLOCK."""
-        d, r = self.V.shape[1:]
-        size = max(1, BLOCK // ((d + n * self.means.shape[1]) * max(r, 1)))
+        """Slices of the classes whose tensors for n points, (d + n k) r + k d numbers a class, stay within BLOCK."""
+        (d, r), k = self.V.shape[1:], self.means.shape[1]
+        size = max(1, BLOCK // ((d + n * k) * max(r, 1) + k * d))
         return (slice(first, first + size) for first in range(0, len(self.mu), size))
 
     def posterior_mean(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -269,8 +273,8 @@ class MomentModel:
     def sample(self, y: Tensor, generator: torch.Generator) -> Tensor:
         """z ~ N(mu_y, Sigma_y), (n, d), at one of the class's components: the release alone as a generator."""
         mu, r = self.mu[y], self.lam.shape[1]
-        if self.centres is not None and self.weights is not None and len(y):
-            place = torch.multinomial(self.weights[y], 1, generator=generator)[:, 0]
+        if len(y) and self.centres is not None:
+            place = torch.multinomial(self._shares[y].float(), 1, generator=generator)[:, 0]
             mu = self.centres[y, place]
         white = torch.randn((len(y), r), generator=generator, device=mu.device)
         shaped = torch.einsum("ndr,nr->nd", self._of(self.V, y), self._of(self.lam, y).sqrt() * white)

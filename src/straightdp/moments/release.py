@@ -10,6 +10,7 @@ With `components`, a class is then split into several Gaussians, moved by rounds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,9 @@ from straightdp.privacy.mechanisms import Condition
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import ReleasePart
 from straightdp.recipe import RIVALS, Recipe, Release
+
+Keep = Callable[[str, Tensor], Tensor]
+"""A name and a released value to the value that was kept under that name first, be it this one."""
 
 MEANS, MEAN, CROSS = "release/means", "release/mean", "release/cross"
 COVARIANCE, TRACE = "release/covariance", "release/trace"
@@ -104,9 +108,10 @@ def run_release(
     stds: dict[str, float],
     prompts: Prompts | None = None,
     public: Tensor | None = None,
+    keep: Keep = lambda name, made: made,
 ) -> MomentModel:
     """Execute every declared mechanism of the release, once each. `stds` are the declared noise deviations; `public`
-    is the spread of public records, (1, p, p), where no other is released."""
+    is the spread of public records, (1, p, p), where no other is released; `keep` remembers what later sums hang on."""
     section, tight = recipe.release, recipe.privacy.mode == "tight"
     if section.condition == "global":
         means = one_mean(torch.from_numpy(vault.gaussian_sum(MEAN, statistics.global_mean(basis)))[0], basis, vault.n)
@@ -130,7 +135,7 @@ def run_release(
         within = torch.from_numpy(second) / vault.n - basis.P.T @ means.between @ basis.P
         return MomentModel.from_full(basis, means.features, within, means.counts, section.rank, section.floor)
     if section.components > 1:
-        return _split(vault, basis, means, covariance, section, stds)
+        return _split(vault, basis, means, covariance, section, stds, keep)
     return MomentModel.from_features(basis, means.features, covariance, means.counts, section.rank, section.floor)
 
 
@@ -179,12 +184,14 @@ def _residual_covariance(vault: Vault, basis: Basis, means: Means, section: Rele
 
 
 def _split(
-    vault: Vault, basis: Basis, means: Means, covariance: Tensor, section: Release, stds: dict[str, float]
+    vault: Vault, basis: Basis, means: Means, covariance: Tensor, section: Release, stds: dict[str, float], keep: Keep
 ) -> MomentModel:
-    """Every round's declared mechanism, and the model of the components that come of them."""
+    """Every round's declared mechanism, and the model of the components that come of them. The centres of a round are
+    kept before its sum: computed again, by another number of threads, they would differ in the last bits."""
     centres = components.split(means.features, covariance, section.components)
     weights, off = centres.new_full(centres.shape[:2], 1 / section.components), torch.zeros_like(centres)
     for k in range(1, section.rounds + 1):
+        centres = keep(f"centres-{k}", centres)
         noisy = torch.from_numpy(vault.gaussian_sum(round_id(k), statistics.component_sums(basis, centres)))
         noisy = noisy.reshape(*centres.shape[:2], -1)
         centres, weights, off = components.moved(centres, noisy, basis.residual_radius, stds[round_id(k)])

@@ -108,7 +108,7 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
         generator = torch.Generator().manual_seed(recipe.run.seed)
         prompts = torch.multinomial(moments.prior, len(z), replacement=True, generator=generator)
         draws = space.decode(moments.sample(prompts, generator).reshape(-1, *space.shape))
-        note = "Gaussian draws of the release, no network"
+        note = "draws of the released moments, no network"
         yield ImageSet("released moments alone", note, _on_grid(draws), labels[prompts])
     pretrained = folder.checkpoints / "pretrained.safetensors"
     if inputs.thorough and pretrained.exists() and len(inputs.public):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from straightdp import __version__
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.planner import start_of_times
 from straightdp.dpsgd.trainer import Bucket, draw, made_up, public_clip, record_losses, train
-from straightdp.files import file_hash, write_text
+from straightdp.files import file_hash, write_durably, write_text
 from straightdp.flow.fit import step_generator
 from straightdp.flow.path import TorchDraws
 from straightdp.moments.basis import Basis
@@ -47,13 +48,23 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     spread, section = None, inputs.recipe.release
     if section.covariance == "public":
         spread = public_spread(inputs.public_z, inputs.public_labels, basis)
-    model = run_release(inputs.recipe, basis, vault, stds, prompts, spread)
+    model = run_release(inputs.recipe, basis, vault, stds, prompts, spread, partial(_kept, inputs.folder.checkpoints))
     if inputs.folder.is_audit:
         save_file({id: torch.from_numpy(sums) for id, sums in vault.released.items()}, inputs.folder.sums)
     labels = inputs.conditioning.labels
     if section.condition == "global":
         labels = (0,) * len(labels)
     (model if prompts is not None else model.under(labels)).save(out)
+
+
+def _kept(folder: Path, name: str, made: Tensor) -> Tensor:
+    """What lies in the folder under this name; `made` is put there where nothing does."""
+    from safetensors.torch import load, save
+
+    path = folder / f"{name}.safetensors"
+    if not path.exists():
+        write_durably(path, save({"value": made}))
+    return load(path.read_bytes())["value"]
 
 
 def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: Path) -> None:

@@ -103,7 +103,11 @@ def pretrain(inputs: Inputs, out: Path) -> None:
 
 def _pretrained_net(inputs: Inputs) -> VelocityNet:
     """As it is while it pretrains; its parameters are those of the network that goes on from it."""
-    return OwnNet(inputs.recipe.net.pretrained).new_net(inputs.space.shape, inputs.recipe.run.seed).to(inputs.device)
+    return (
+        OwnNet(inputs.recipe.net.while_pretraining)
+        .new_net(inputs.space.shape, inputs.recipe.run.seed)
+        .to(inputs.device)
+    )
 
 
 def _public_batch(inputs: Inputs, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
