@@ -36,8 +36,9 @@ class Page:
         self.pictures: dict[str, bytes] = {}
 
     def table(self, name: str) -> str:
-        """An experiment's tables with their note and runs; of a panel that nothing was measured of, its name alone."""
-        experiment = read(name)
+        """An experiment's tables with their note and runs; of a panel that nothing was measured of, its name alone.
+        A file of experiments/ is called by its name with .toml."""
+        experiment = read(str(HERE / name) if name.endswith(".toml") else name)
         shared = (self.results, (), GIVEN)
         parts, origins = [], []
         for panel, table in zip(experiment.panels, tables_of(experiment, *shared), strict=True):

@@ -175,8 +175,7 @@ def _sample(options: argparse.Namespace) -> None:
     stored = [f"sample.{k}={_quoted(v) if isinstance(v, str) else v}" for k, v in generator.sample.model_dump().items()]
     section = load(None, (*stored, *options.settings)).sample
     y = generator.prompts(options.n, device)
-    compile = device.type == "cuda" and options.n >= 5000
-    z = generator.draw(y, section, options.seed, tracker("sample"), compile=compile)
+    z = generator.draw(y, section, options.seed, tracker("sample"), compile=device.type == "cuda")
     synthetic.write(options.out, z, y, generator.conditioning.names, generator.conditioning.captions)
     print(f"{options.n} records in {options.out}")
 

@@ -27,6 +27,7 @@ from straightdp.recipe import RIVALS, Latent, Net, Rival, Sample
 from straightdp.rivals import matching
 
 AUTOENCODER = "autoencoder."  # what its weights' names begin with
+MANY = 50_000  # images: compiling takes half a minute on an H200, which fewer do not win back by our reckoning
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,10 @@ class Generator:
 
     @torch.no_grad()
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
-        """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. `compile` pays from some thousands on."""
+        """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. `compile`: where there are MANY of them."""
         if section.port != "weights" and self.moments is None:
             raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
+        compile = compile and len(y) >= MANY
         network = Compiled(half(self.net), enabled=compile)
         moments = None if self.moments is None else self._tilted(self.moments, section.tilt, seed)
         starts = list(range(0, len(y), section.batch))
