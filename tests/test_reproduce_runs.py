@@ -108,6 +108,7 @@ def test_what_is_killed_goes_on_and_every_run_is_run_once(files, tmp_path, capsy
     assert kept.keys() == {trained.name, guided.name}
     assert (out / "private").stat().st_mode & 0o777 == 0o700
     body = kept[trained.name]
+    assert body["recipe"] == "tiny.toml"
     evaluation = json.loads((out / trained.name / "private/evaluation.json").read_text())
     accuracy = {score["name"]: score["mean"] for score in evaluation["scores"]}
     assert body["accuracy"] == accuracy

@@ -24,7 +24,7 @@ def gather(job: Job, run: Path, code: int) -> dict | None:
     about = {
         "internal": INTERNAL,
         "row": job.shown,
-        "recipe": job.recipe,
+        "recipe": Path(job.recipe).name if Path(job.recipe).is_absolute() else job.recipe,  # says not where files lie
         "settings": list(job.settings),
         "resolved": job.loaded.model_dump(mode="json"),
         "noise": job.noise,
