@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from straightdp.audits import sums
 from straightdp.audits.noise_check import noise_ratios
 from straightdp.audits.replay import replay
 from straightdp.cli import main
@@ -66,6 +67,18 @@ def test_the_honest_run_is_clean_and_the_leaky_one_is_caught(audited):
         assert 0 <= one["loss"]["auc"] <= 1
         assert one["lira"] is not None
         assert one["references"] == 50
+
+
+def test_every_released_sum_is_attacked(tmp_path, monkeypatch):
+    """The class means' and both rounds' of the components: each gives a run without noise away by itself."""
+    scores, found = sums.canary_scores, []
+    monkeypatch.setattr(sums, "canary_scores", lambda *given: found.append(scores(*given)) or found[-1])
+    split = ("release.components=2", "audit.shadows=0")
+    assert command("audit", "demo", "--out", tmp_path / "demo", *settings(*TINY, *ATTACKS, *split)) == 0
+    assert len(found) == 6
+    included = coins(40, RunFolder(tmp_path / "demo/leaky").coins)
+    for one in found[3:]:  # a class whose coins fell alike says nothing of them
+        assert (one[included][:, None] > one[~included]).mean() > 0.85
 
 
 def test_canaries_are_among_the_records_by_their_coins_and_n_does_not_tell(audited):

@@ -91,6 +91,10 @@ class RunFolder:
         write_text(self.recipe, recipe.to_toml())
         write_text(self.fingerprint, fingerprint)
 
+    def centres(self, id: str) -> Path:
+        """Released values that the sum of a mechanism hangs on, kept before it."""
+        return self.checkpoints / f"centres-{id.rpartition('/')[2]}.safetensors"
+
     @contextmanager
     def lock(self):
         """One process a folder: two would both spend."""

@@ -27,8 +27,8 @@ from straightdp.errors import BadInput
 from straightdp.files import write_durably
 from straightdp.folder import RunFolder
 from straightdp.generator import Generator
-from straightdp.moments.release import MEANS
-from straightdp.moments.statistics import class_moments
+from straightdp.moments.release import COMPONENTS, MEANS
+from straightdp.moments.statistics import class_moments, component_sums
 from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.planted import Planted, coins
@@ -195,18 +195,23 @@ def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: l
 
 
 def _sum_scores(inputs: Inputs, z: Tensor, y: Tensor) -> np.ndarray | None:
-    """Of canaries z under classes y, from the released sums of the class means, if there are any."""
+    """Of canaries z under classes y, from the released sums of the class means and of their components, if any were."""
     from safetensors.torch import load_file
 
     kept = load_file(inputs.folder.sums) if inputs.folder.sums.exists() else {}
     if MEANS not in kept:
         return None
-    basis = load_basis(inputs.folder.calibration)
-    statistic = class_moments(basis, len(inputs.intake.classes))
-    part = Ledger(inputs.folder.ledger, reads=True).declared[MEANS]
-    left = inputs.intake.measures.left_of(kept[MEANS].numpy(), statistic, inputs.space.encode)
-    vectors = statistic.vectors(inputs.space.encode(z).flatten(1).cpu().double(), y)
-    return sums.canary_scores(left, vectors.numpy(), y.numpy(), part.sigma * part.sensitivity)
+    folder, encode, basis = inputs.folder, inputs.space.encode, load_basis(inputs.folder.calibration)
+    statistics = {MEANS: class_moments(basis, len(inputs.intake.classes))}
+    rounds = [id for id in kept if id.startswith(COMPONENTS)]
+    statistics |= {id: component_sums(basis, load_file(folder.centres(id))["centres"]) for id in rounds}
+    declared, scores = Ledger(folder.ledger, reads=True).declared, np.zeros(len(z))
+    for id, statistic in statistics.items():
+        left = inputs.intake.measures.left_of(kept[id].numpy(), statistic, encode)
+        vectors = statistic.vectors(encode(z).flatten(1).cpu().double(), y)
+        std = declared[id].sigma * declared[id].sensitivity
+        scores += sums.canary_scores(left, vectors.numpy(), y.numpy(), std)
+    return scores
 
 
 def check_report(recipe: Recipe, run: Path) -> None:

@@ -29,7 +29,7 @@ from straightdp.privacy.workload import ReleasePart
 from straightdp.recipe import RIVALS, Recipe, Release
 
 Keep = Callable[[str, Tensor], Tensor]
-"""A name and a released value to the value that was kept under that name first, be it this one."""
+"""A mechanism's id and the centres that its sum hangs on to those that were kept for it first, be it these."""
 
 MEANS, MEAN, CROSS = "release/means", "release/mean", "release/cross"
 COVARIANCE, TRACE = "release/covariance", "release/trace"
@@ -108,7 +108,7 @@ def run_release(
     stds: dict[str, float],
     prompts: Prompts | None = None,
     public: Tensor | None = None,
-    keep: Keep = lambda name, made: made,
+    keep: Keep = lambda id, made: made,
 ) -> MomentModel:
     """Execute every declared mechanism of the release, once each. `stds` are the declared noise deviations; `public`
     is the spread of public records, (1, p, p), where no other is released; `keep` remembers what later sums hang on."""
@@ -191,7 +191,7 @@ def _split(
     centres = components.split(means.features, covariance, section.components)
     weights, off = centres.new_full(centres.shape[:2], 1 / section.components), torch.zeros_like(centres)
     for k in range(1, section.rounds + 1):
-        centres = keep(f"centres-{k}", centres)
+        centres = keep(round_id(k), centres)
         noisy = torch.from_numpy(vault.gaussian_sum(round_id(k), statistics.component_sums(basis, centres)))
         noisy = noisy.reshape(*centres.shape[:2], -1)
         centres, weights, off = components.moved(centres, noisy, basis.residual_radius, stds[round_id(k)])

@@ -18,6 +18,7 @@ from straightdp.dpsgd.trainer import Bucket, draw, made_up, public_clip, record_
 from straightdp.files import file_hash, write_durably, write_text
 from straightdp.flow.fit import step_generator
 from straightdp.flow.path import TorchDraws
+from straightdp.folder import RunFolder
 from straightdp.moments.basis import Basis
 from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
@@ -48,7 +49,7 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     spread, section = None, inputs.recipe.release
     if section.covariance == "public":
         spread = public_spread(inputs.public_z, inputs.public_labels, basis)
-    model = run_release(inputs.recipe, basis, vault, stds, prompts, spread, partial(_kept, inputs.folder.checkpoints))
+    model = run_release(inputs.recipe, basis, vault, stds, prompts, spread, partial(_kept, inputs.folder))
     if inputs.folder.is_audit:
         save_file({id: torch.from_numpy(sums) for id, sums in vault.released.items()}, inputs.folder.sums)
     labels = inputs.conditioning.labels
@@ -57,14 +58,14 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     (model if prompts is not None else model.under(labels)).save(out)
 
 
-def _kept(folder: Path, name: str, made: Tensor) -> Tensor:
-    """What lies in the folder under this name; `made` is put there where nothing does."""
-    from safetensors.torch import load, save
+def _kept(folder: RunFolder, id: str, made: Tensor) -> Tensor:
+    """The centres that were kept for a mechanism's sum; `made` is kept where there are none."""
+    from safetensors.torch import load_file, save
 
-    path = folder / f"{name}.safetensors"
+    path = folder.centres(id)
     if not path.exists():
-        write_durably(path, save({"value": made}))
-    return load(path.read_bytes())["value"]
+        write_durably(path, save({"centres": made}))
+    return load_file(path)["centres"]
 
 
 def distill(inputs: Inputs, start: Path, moments: MomentModel, tau: float, out: Path) -> None:
