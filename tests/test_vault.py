@@ -432,7 +432,6 @@ def test_the_private_data_source_is_opened_only_from_the_privacy_room(monkeypatc
     from straightdp.folder import RunFolder
     from straightdp.privacy import reader
     from straightdp.recipe import parse
-    from straightdp.stages import gather
 
     real, callers = sources.load, []
 
@@ -442,7 +441,7 @@ def test_the_private_data_source_is_opened_only_from_the_privacy_room(monkeypatc
         return real(source, **options)
 
     monkeypatch.setattr(reader, "load", watched)
-    monkeypatch.setattr(gather, "load_records", watched)
+    monkeypatch.setattr(sources, "load", watched)  # by which public sets are read
     tree = {"private": {"data": "digits:train", "holdout": "digits:test"}, "public": {"data": "letters"}}
     pipeline.gather(parse(tree | {"image": {"size": 8}}), RunFolder(tmp_path / "none"), CPU)
     assert set(callers) == {"straightdp.privacy.reader"}
