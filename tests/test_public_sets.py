@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from straightdp.cli import main
+from straightdp.arguments import build_parser
+from straightdp.cli import _load_recipe, main
 from straightdp.data.sources import load, load_together
 from straightdp.errors import BadInput
+from straightdp.recipe import load as load_recipe
 
 
 def folder_of(root, classes, n=6, size=8, texts=False):
@@ -77,7 +79,8 @@ def test_sets_that_do_not_go_together_are_refused(tmp_path):
 
 RUN = (
     "net.width=16 net.depth=1 net.heads=2 pretrain.steps=2 distill.steps=2 dpsgd.steps=2 sample.n=4 sample.steps=2 "
-    "release.features=4 release.rank=4 evaluate.probe_steps=2 privacy.epsilon=3 privacy.delta=1e-3 private.holdout=0.2"
+    "release.features=4 release.rank=4 release.sigma=3 dpsgd.sigma=3 dpsgd.q=0.05 evaluate.probe_steps=2 "
+    "privacy.epsilon=20 privacy.delta=1e-3 privacy.interval=1e-3 private.holdout=0.2"
 )
 
 
@@ -86,14 +89,10 @@ def test_a_run_takes_a_list_and_so_does_the_command_line(tmp_path):
     public = [folder_of(tmp_path / "one", ("a", "b"), n=20), folder_of(tmp_path / "two", ("b",), n=20)]
     words = [word for setting in RUN.split() for word in ("--set", setting)]
     (tmp_path / "recipe.toml").write_text(f"[public]\ndata = {json.dumps(public)}\n")
-    runs = {
-        "file": [str(tmp_path / "recipe.toml")],
-        "options": ["--public", public[0], "--public", public[1]],
-    }
-    for name, given in runs.items():
-        assert main(["run", *given, "--private", private, "--out", str(tmp_path / name), *words]) == 0
-    pretrained = [(tmp_path / name / "private/checkpoints/pretrained.safetensors").read_bytes() for name in runs]
-    assert pretrained[0] == pretrained[1]
-    told = (tmp_path / "file/release/model.json").read_text()
+    given = ["run", "--private", private, "--public", public[0], "--public", public[1], "--out", "anywhere"]
+    assert _load_recipe(build_parser().parse_args(given)).public == load_recipe(tmp_path / "recipe.toml").public
+    out = tmp_path / "out"
+    assert main(["run", str(tmp_path / "recipe.toml"), "--private", private, "--out", str(out), *words]) == 0
+    told = (out / "release/model.json").read_text()
     assert '"two"' in told  # a word of the caption that tells the sets' classes apart
     assert str(tmp_path) not in told
