@@ -18,8 +18,8 @@ bench: $(VENV)/ready-bench
 	$(BIN)/python benchmarks/dp_step.py --case demo --device cpu --seconds 15 --turns $(VENV)/turns
 
 lint: $(VENV)/ready-dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks experiments
+	$(BIN)/ruff format --check src tests benchmarks experiments
 	$(BIN)/pyright --pythonpath $(BIN)/python src
 
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -13,6 +13,7 @@ from scipy.stats import chisquare, multivariate_normal
 from torch import Tensor
 
 from conftest import PIN, TINY
+from moment_oracles import TIMES, OpenVault, at, keyed, seeds
 from straightdp import pipeline, recipe
 from straightdp.audits.noise_check import noise_ratios
 from straightdp.audits.replay import replay
@@ -26,17 +27,6 @@ from straightdp.moments.release import COVARIANCE, MEANS, TRACE, release_parts, 
 from straightdp.privacy.ledger import Ledger
 from straightdp.recipe import Distill, parse
 from straightdp.report.plan import describe_plan
-
-TIMES = [0.0, 1e-6, 0.1, 0.5, 0.9, 1 - 1e-4]
-seeds = st.integers(0, 10**6)
-
-
-def keyed(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def at(t: float, n: int, dtype=torch.float64) -> Tensor:
-    return torch.full((n,), t, dtype=dtype)
 
 
 def random_model(g: torch.Generator, Y: int, k: int, d: int, r: int, *, shared: bool = False) -> MomentModel:
@@ -355,18 +345,6 @@ def test_first_centres_are_spread_as_the_gaussian_is_and_the_same_each_time():
 
 
 # The release
-
-
-class OpenVault:
-    """Gives out the declared sums exactly."""
-
-    def __init__(self, z: Tensor, y: Tensor, classes: int):
-        self.z, self.y, self.n, self.classes = z, y, len(z), classes
-        self.asked: list[str] = []
-
-    def gaussian_sum(self, id, statistic):
-        self.asked.append(id)
-        return statistic.assemble(statistic.exact(self.z, self.y))
 
 
 def test_a_release_finds_the_groups_within_classes():

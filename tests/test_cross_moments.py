@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
+from moment_oracles import keyed
 from straightdp.data.captions import Template
 from straightdp.data.records import Records
 from straightdp.errors import BadInput, BudgetRefused
@@ -34,10 +35,6 @@ from straightdp.recipe import Privacy, Recipe, Release
 D, P, M = 6, 3, 4
 ROOT2 = math.sqrt(2)
 WORST_REPLACEMENT = 3 / ROOT2  # of 2 sqrt 2 allowed, see below
-
-
-def keyed(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

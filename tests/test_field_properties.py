@@ -7,20 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moment_oracles import TIMES, at, keyed, seeds
 from straightdp.moments import field
 from straightdp.moments.field import MomentModel
 from straightdp.moments.horizon import Horizon
-
-TIMES = [0.0, 1e-6, 0.1, 0.5, 0.9, 1 - 1e-4]
-seeds = st.integers(0, 10**6)
-
-
-def keyed(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def at(t: float, n: int, dtype=torch.float64) -> Tensor:
-    return torch.full((n,), t, dtype=dtype)
 
 
 def orthonormal(tables: int, d: int, r: int, generator: torch.Generator) -> Tensor:

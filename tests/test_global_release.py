@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moment_oracles import keyed
 from straightdp.data.records import Records
 from straightdp.moments import statistics
 from straightdp.moments.basis import Z_BITS, Basis, exact_bits, fit_basis
@@ -32,10 +33,6 @@ KEPT = {
     "floor": 1e-6,
     "rank": P,
 }  # clips no public one
-
-
-def keyed(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def records(n: int, d: int = D, seed: int = 0) -> torch.Tensor:

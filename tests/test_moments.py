@@ -13,6 +13,7 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
+from moment_oracles import OpenVault, at, keyed
 from straightdp.errors import BadInput
 from straightdp.flow.loss import squared_error
 from straightdp.flow.path import velocity_from_z
@@ -25,10 +26,6 @@ from straightdp.moments.field import MomentModel
 from straightdp.moments.release import COVARIANCE, MEANS, TRACE, class_means, release_parts, run_release
 from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import Distill, Net, Privacy, Recipe, Release
-
-
-def keyed(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def orthonormal(d: int, r: int, generator: torch.Generator) -> Tensor:
@@ -54,10 +51,6 @@ def dense(m: MomentModel, y: int) -> tuple[np.ndarray, np.ndarray]:
 
 def points(d: int, n=7, seed=5) -> Tensor:
     return torch.randn(n, d, generator=keyed(seed), dtype=torch.float64)
-
-
-def at(t: float, n: int, dtype=torch.float64) -> Tensor:
-    return torch.full((n,), t, dtype=dtype)
 
 
 # Proposition 1
@@ -685,18 +678,6 @@ def test_what_comes_out_is_psd_and_finite_whatever_comes_in(seed, Y, p, std, sca
 
 
 # the whole release, with a vault that adds no noise
-
-
-class OpenVault:
-    """Gives out the declared sums exactly."""
-
-    def __init__(self, z: Tensor, y: Tensor, classes: int):
-        self.z, self.y, self.n, self.classes = z, y, len(z), classes
-        self.asked: list[str] = []
-
-    def gaussian_sum(self, id, statistic):
-        self.asked.append(id)
-        return statistic.assemble(statistic.exact(self.z, self.y))
 
 
 def clusters(n=900, d=4, seed=0):

@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Markdown, LaTeX and HTML with the paper's values beside ours. Rows that several tables show run once. "
         "--set changes every run, but not what makes a row what it is.",
         epilog="Rows take turns at a GPU, since two that fill it gain nothing beside each other; a second process "
-        "starts, plans and reads while the first trains. Without a GPU rows share the cores.",
+        "starts, plans, compiles and is evaluated while the first trains. Without a GPU rows share the cores.",
     )
     reproduce.add_argument(
         "names", nargs="*", metavar="NAME", help="tables, or files like those in experiments/tables; none lists them"
