@@ -1,4 +1,5 @@
-"""A compiled step gives the values of the plain one, follows the weights, and steps aside where it cannot compile."""
+"""A compiled step gives the values of the plain one, follows the weights, and steps aside where it cannot compile, or
+is wrong compiled."""
 
 import shutil
 import warnings
@@ -7,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from straightdp.cli import main
 from straightdp.compiled import Compiled
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.errors import BadInput
+from straightdp.files import file_hash
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("g++", "c++", "clang++")), reason="no C++ compiler was found"
@@ -129,7 +132,7 @@ def test_each_set_of_shapes_and_types_is_traced_once(interpreted):
     for x in (torch.ones(3), torch.ones(4), torch.ones(3), torch.ones(3).double(), torch.ones(4), torch.ones(3, 1)):
         torch.testing.assert_close(step(x), 2 * x, rtol=0, atol=0)
     assert len(interpreted) == 4
-    assert runs == [(3,), (4,), (3,), (3, 1)]
+    assert runs == [shape for shape in [(3,), (4,), (3,), (3, 1)] for _ in ("traced", "checked")]
 
 
 def test_the_traced_graph_reads_parameters_at_every_call(interpreted):
@@ -198,3 +201,108 @@ def test_an_engine_that_cannot_be_compiled_gives_the_plain_sum(monkeypatch):
             warnings.simplefilter("ignore")
             sums.append(engine(batch_of(4), torch.ones(4)).total)
     assert torch.equal(sums[0], sums[1])
+
+
+class Compiler:
+    """In torch.compile's place: the traced graph itself, until it `errs`. Keeps what the graphs are given."""
+
+    def __init__(self, monkeypatch):
+        self.errs, self.given = False, []
+        monkeypatch.setattr(torch, "compile", lambda graph, **_: lambda *inputs: self._run(graph, inputs))
+
+    def _run(self, graph, inputs):
+        self.given.append([x.clone() for x in inputs])
+        outputs = graph(*inputs)
+        return torch.utils._pytree.tree_map(lambda x: 1.5 * x, outputs) if self.errs else outputs
+
+
+@pytest.fixture
+def compiler(monkeypatch) -> Compiler:
+    return Compiler(monkeypatch)
+
+
+def test_what_is_wrong_when_compiled_runs_plainly_with_a_warning(compiler):
+    compiler.errs = True
+    step = Compiled(lambda x: (2 * x, -x), enabled=True)
+    with pytest.warns(UserWarning, match=r"wrong when compiled \(off by 0\.5 of its length\)"):
+        one, two = step(torch.ones(3))
+    assert torch.equal(one, torch.full((3,), 2.0))
+    assert torch.equal(two, -torch.ones(3))
+    assert step.off() == 0.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_when_compiled_runs_plainly(monkeypatch, value):
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda x: x * value)
+    with pytest.warns(UserWarning, match="wrong when compiled"):
+        assert torch.equal(Compiled(lambda x: 2 * x, enabled=True)(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_what_goes_wrong_later_is_seen(compiler):
+    weight = torch.ones(3)
+    step = Compiled(lambda x: weight * x, enabled=True)
+    step(torch.ones(3))
+    assert step.off() < 1e-6
+    weight.mul_(7)
+    assert step.off() < 1e-6
+    compiler.errs = True
+    assert step.off() == pytest.approx(0.5)
+
+
+def test_nothing_of_an_input_is_seen_until_the_step_is_compiled_and_checked(compiler):
+    plain = []
+
+    def function(x, ids):
+        plain.append(x)
+        return x * ids
+
+    x, ids = torch.full((3,), 5.0), torch.tensor([1, 2, 3])
+    assert torch.equal(Compiled(function, enabled=True)(x, ids), x * ids)
+    *before, last = compiler.given
+    assert torch.equal(last[0], x)
+    for values, numbers in before:
+        assert float(values.max()) < 1.0
+        assert not numbers.any()
+    assert all(float(values.max()) < 1.0 for values in plain[1:])  # the first is traced, and has no values
+    assert len(before) == 1
+
+
+def test_an_engine_is_checked_on_some_records_and_refuses_to_go_on_when_it_errs(compiler):
+    torch.manual_seed(0)
+    net = Small()
+    sizes = []
+
+    def losses(x, y):
+        sizes.append(len(x))
+        return net(x, y).square().sum(dim=(1, 2))
+
+    engine = ClippingEngine(net, losses, 0.5, compile=True)
+    engine.preflight(batch_of(3))
+    sizes.clear()
+    engine(batch_of(300), torch.ones(300))
+    assert sizes == [300, 100]  # traced; every third is compared with the plain step
+    mask = compiler.given[0][1]
+    assert torch.equal(mask.nonzero().flatten(), torch.arange(0, 300, 3))
+    engine.vouch()
+    compiler.errs = True
+    with pytest.raises(BadInput, match=r"has gone wrong.*may not be clipped.*run\.compile=off"):
+        engine.vouch()
+
+
+def test_a_run_whose_compiled_step_goes_wrong_keeps_none_of_its_sums(tiny, tmp_path, compiler, monkeypatch, capsys):
+    """It stops before the next checkpoint, and goes on from the last one to what a run without the fault gives."""
+    short = ("pretrain.steps=20", "distill.steps=20", "dpsgd.steps=30", "evaluate.thorough=off", "evaluate.seeds=1")
+    settings = [word for one in (*short, f'privacy.pinned_key="{"aa" * 32}"') for word in ("--set", one)]
+    assert main(["run", str(tiny), "--out", str(tmp_path / "calm"), *settings]) == 0
+
+    run, on = tmp_path / "run", ("--set", "run.compile=on")
+    checkpoint = run / "private/checkpoints/dpsgd.pt"
+    monkeypatch.setattr(Compiler, "errs", property(lambda _: checkpoint.exists(), lambda *_: None), raising=False)
+    assert main(["run", str(tiny), "--out", str(run), *settings, *on]) == 2
+    assert "may not be clipped" in capsys.readouterr().err
+    assert torch.load(checkpoint, weights_only=True)["step"] == 10
+    assert not (run / "release/model.safetensors").exists()
+    assert main(["run", str(tiny), "--out", str(run), *settings, "--resume", "--set", "run.compile=off"]) == 0
+    for name in ("model.safetensors", "moments.safetensors"):
+        one, two = (file_hash(folder / "release" / name) for folder in (run, tmp_path / "calm"))
+        assert one == two, name

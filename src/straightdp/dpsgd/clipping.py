@@ -25,10 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from straightdp.compiled import Compiled
+from straightdp.compiled import CLOSE, Compiled
 from straightdp.dpsgd.backward import Kept, Pass
 from straightdp.errors import BadInput
 
+CHECKED = 128  # records that a compiled step is compared on with the plain one
 MARGIN = 1 - 1e-5  # for the factor and the norm's square root
 
 RecordLosses = Callable[..., Tensor]
@@ -71,8 +72,9 @@ class ClippingEngine:
     """Clips the gradients of `losses(*batch)` with respect to the trainable parameters of `net`.
 
     `preflight` must see a batch (public, or made up) before the first call: it refuses by name what cannot be clipped
-    exactly. `compile` traces and compiles the whole step for each batch shape, and changes no value beyond rounding;
-    nor does computing `blocks`, modules of the network, a second time in the backward pass, which saves memory.
+    exactly. `compile` traces and compiles the whole step for each batch shape, and changes no value beyond rounding: it
+    is compared with the plain step on made-up records when it is compiled, and whenever `vouch` is called. Nor does
+    computing `blocks`, modules of the network, a second time in the backward pass, which saves memory.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ClippingEngine:
         self.trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise BadInput("the network has no trainable parameter: nothing to clip")
-        self._step = Compiled(self._clipped, enabled=compile)
+        self._step = Compiled(self._clipped, enabled=compile, plain=self._of_those_that_count, made_up=_some_count)
         self._checked: tuple | None = None
 
     @property
@@ -114,6 +116,16 @@ class ClippingEngine:
         with _full_products():
             total, norms = self._step(torch.full((), self.clip, device=mask.device), mask, *batch)
         return ClippedSum(total, norms, self.clip)
+
+    def vouch(self) -> None:
+        """Refuse to go on where a compiled step no longer gives what the plain one gives, on made-up records."""
+        with _full_products():
+            off = self._step.off()
+        if off > CLOSE:
+            raise BadInput(
+                f"the compiled step has gone wrong (off by {off:.2g} of its length): its last sums may not be clipped, "
+                "and were thrown away; go on with --resume --set run.compile=off"
+            )
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """One flat vector, as in `ClippedSum.total`, as a tensor for each parameter."""
@@ -234,6 +246,12 @@ class ClippingEngine:
             finite = not self._step.enabled and bool(torch.isfinite(bound).all())  # a compiled step does not ask
             return torch.cat([value.flatten() for value in self._collect(factors, factor, finite=finite)]), norms
 
+    def _of_those_that_count(self, clip: Tensor, mask: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        """What `_clipped` gives, from the records with mask 1 alone."""
+        rows = mask.nonzero().flatten()
+        total, norms = self._clipped(clip, mask[rows], *(x[rows] for x in batch))
+        return total, torch.zeros_like(mask).index_copy(0, rows, norms)
+
     def _collect(self, factors: dict[tuple[str, ...], Kept], factor: Tensor, *, finite: bool = False) -> list[Tensor]:
         sums: dict[str, Tensor] = {}
         for names, value in factors.items():
@@ -244,6 +262,13 @@ class ClippingEngine:
         once = Pass(self.trainable, len(mask), self.blocks)
         once(self.losses, batch, mask)
         return once, once.factors
+
+
+def _some_count(step: list[Tensor]) -> list[Tensor]:
+    """A step's made-up inputs, with mask 1 for at most CHECKED records, from all over the batch."""
+    clip, mask, *batch = step
+    counts = torch.arange(len(mask), device=mask.device) % -(-len(mask) // CHECKED) == 0
+    return [clip, counts.to(mask.dtype), *batch]
 
 
 def _louder(x: Tensor, others: Tensor) -> Tensor:

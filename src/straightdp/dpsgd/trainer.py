@@ -128,6 +128,7 @@ def train(
 
     def gradients(step: int) -> None:
         bucket = parts[step % len(parts)]
+        due = (step + 1) % section.checkpoint_every == 0 or step + 1 == section.steps
 
         def clipped_sum(batch: MicroBatch) -> ClippedSum:
             return engine(draw(batch.z, batch.captions, null, section, bucket, batch.draws), batch.mask)
@@ -139,8 +140,10 @@ def train(
             clip=clip,
             micro_batch=size,
             device=null.device,
-            diagnostics_due=(step + 1) % section.checkpoint_every == 0 or step + 1 == section.steps,
+            diagnostics_due=due,
         )
+        if due:  # a checkpoint follows
+            engine.vouch()
         for parameter, gradient in zip(engine.parameters(), engine.split(noisy * bucket.c), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
 

@@ -138,9 +138,12 @@ def fit_velocity(inputs: Inputs, net: VelocityNet, batch: MakeBatch, name: str, 
         return loss_gradient
 
     plain = gradient_of(net)
-    ways = {"compiled": Compiled(gradient_of(half(net)), enabled=True)} if inputs.compile else {}
-    ways |= {"bfloat16": gradient_of(half(net))} if inputs.device.type == "cuda" else {}
-    ways |= {"float32": plain}
+    fast = gradient_of(half(net))
+    ways: dict[str, Callable[..., tuple[Tensor, ...]]] = (
+        {"compiled": Compiled(fast, enabled=True)} if inputs.compile else {}
+    )
+    ways |= {"captured": Compiled(fast, enabled=True, traced=False)} if inputs.device.type == "cuda" else {}
+    ways |= {"plain": plain}
     checked = {0, 10, 100, *range(0, section.steps, max(50, section.steps // 20))}
 
     def gradients(step: int) -> None:
