@@ -239,6 +239,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "t_min": 0.5,
         "plan": "tha",
         "buckets": 3,
+        "parameters": ("blocks.*",),
         "micro_batch": 8,
         "checkpoint_every": 7,
     },

@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from conftest import PIN
 from straightdp import pipeline, recipe
 from straightdp.audits.replay import replay
 from straightdp.data import mixture
 from straightdp.data.demo import digits
+from straightdp.errors import BadInput
 from straightdp.moments.field import MomentModel
 
 SHORT = (
@@ -68,6 +70,22 @@ def test_a_variant_runs_and_replays(name, tiny, tmp_path):
     assert len(rows) == 21
     scores = {s["name"] for s in json.loads(folder.evaluation.read_text())["scores"]}
     assert ("synthetic data" in scores) == (name != "no holdout")
+
+
+def test_parameters_that_are_not_named_stay_as_they_are(tiny, tmp_path):
+    settings = (*SHORT, 'dpsgd.parameters=["blocks.*.image.qkv.*","patch_out.bias"]')
+    folder = pipeline.run(recipe.load(tiny, settings), tmp_path / "run")
+    assert replay(folder.release).holds
+    before, after = (load_file(path) for path in (folder.checkpoints / "distilled.safetensors", folder.model))
+    moved = {name for name, value in before.items() if not np.array_equal(value, after[name])}
+    assert moved == {f"blocks.{k}.image.qkv.{part}" for k in (0, 1) for part in ("weight", "bias")} | {"patch_out.bias"}
+
+
+def test_a_parameter_that_is_not_there_is_refused_before_a_record_is_read(tiny, tmp_path):
+    with pytest.raises(BadInput, match=r"called 'block\.\*\.qkv'; did you mean 'blocks\.\d\.\w+\.qkv\.\w+'\?"):
+        pipeline.run(recipe.load(tiny, (*SHORT, 'dpsgd.parameters=["*","block.*.qkv"]')), tmp_path / "run")
+    ledger = tmp_path / "run/private/transcript.jsonl"
+    assert not ledger.exists() or '"execute"' not in ledger.read_text()
 
 
 def test_the_two_dimensional_mixture_goes_all_the_way(tiny, tmp_path):

@@ -13,6 +13,7 @@ from pydantic import ValidationError, model_validator
 
 from straightdp.errors import BadInput, nearest
 from straightdp.sections import (
+    ALL,
     OWN_TEXT,
     RIVALS,
     Audit,
@@ -110,6 +111,8 @@ class Recipe(Section):
             raise ValueError(
                 "sd3.model brings its own code and public set: leave out public.data, latent.d and 'from-scratch'"
             )
+        if self.dpsgd.parameters != ALL:
+            raise ValueError("of sd3.model its adapters train, all of them: leave dpsgd.parameters out")
         if not self.release.project:
             raise ValueError("sd3.model's codes are too large to be released whole: leave release.project out")
         if self.image.channels != 3 or self.image.size is None:
@@ -150,6 +153,8 @@ class Recipe(Section):
         if self.release.components == 1:
             for name in ("components", "rounds", "components_share"):
                 tree["release"].pop(name)
+        if self.dpsgd.parameters == ALL:
+            tree["dpsgd"].pop("parameters")
         if self.run.method == "private-evolution" or self.sd3.model:  # some public images are drawn as others are
             drawn = ("steps", "batch", "guidance") if self.sd3.model else ("steps", "batch")
             tree["prior"] = {key: getattr(self.sample, key) for key in drawn}

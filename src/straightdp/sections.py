@@ -196,6 +196,9 @@ class Distill(Section):
     p_uncond: Share = 0.1
 
 
+ALL = ("*",)  # parameters
+
+
 class DpSgd(Section):
     """Stage 2. `steps = 0` releases moments alone."""
 
@@ -218,6 +221,10 @@ class DpSgd(Section):
         default="uniform", description="one clip and noise for all times, or the best public proxy of several shapes"
     )
     buckets: Annotated[int, Field(ge=1, le=16)] = Field(default=4, description="K of plan = 'tha': parts of [t_min, 1]")
+    parameters: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        default=ALL,
+        description="names of the parameters that train, * standing for anything; noise grows with their number",
+    )
     micro_batch: Count | None = Field(
         default=None, description="records per fixed-shape micro-batch; left out, as many as suit the device"
     )

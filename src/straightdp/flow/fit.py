@@ -6,6 +6,7 @@ the same weights to the bit (on the same machine and thread count).
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from straightdp.errors import BadInput
+from straightdp.errors import BadInput, nearest
 
 StepGradients = Callable[[int], None]
 """Fills `.grad` of every trainable parameter for step k."""
@@ -28,6 +29,19 @@ def step_generator(seed: int, stage: str, step: int, device: torch.device) -> to
 
 def trainable(net: nn.Module) -> list[nn.Parameter]:
     return [p for p in net.parameters() if p.requires_grad]
+
+
+def train_only(net: nn.Module, patterns: Iterable[str]) -> None:
+    """Freeze all but the parameters whose names fit a pattern; * stands for anything."""
+    named = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(named, pattern)
+        if not found:
+            raise BadInput(f"no parameter that trains is called {pattern!r}{nearest(pattern, named)}")
+        chosen.update(found)
+    for name, parameter in named.items():
+        parameter.requires_grad_(name in chosen)
 
 
 def fit(

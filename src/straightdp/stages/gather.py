@@ -11,6 +11,7 @@ from straightdp.data.captions import from_template
 from straightdp.data.records import Records
 from straightdp.data.sources import load_together
 from straightdp.errors import BadInput
+from straightdp.flow.fit import train_only
 from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning
 from straightdp.moments.basis import check_features
@@ -79,7 +80,11 @@ def gather(
     features_of = None
     if recipe.release.condition not in ("class", "global") and release_parts(recipe):
         features_of = featuriser(recipe.release.condition, intake.prompts, tokenizer, recipe.net.caption_width)
-    return Inputs(recipe, folder, device, public, public_ids, conditioning, intake, features_of, team, leak)
+    inputs = Inputs(recipe, folder, device, public, public_ids, conditioning, intake, features_of, team, leak)
+    train_only(
+        inputs.new_net(), recipe.dpsgd.parameters
+    )  # a name that is not there is refused now, not after a release
+    return inputs
 
 
 def _check_shape(recipe: Recipe, public: Records) -> None:

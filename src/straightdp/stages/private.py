@@ -16,7 +16,7 @@ from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.planner import start_of_times
 from straightdp.dpsgd.trainer import Bucket, draw, made_up, public_clip, record_losses, train
 from straightdp.files import file_hash, write_durably, write_text
-from straightdp.flow.fit import step_generator
+from straightdp.flow.fit import step_generator, train_only
 from straightdp.flow.path import TorchDraws
 from straightdp.folder import RunFolder
 from straightdp.moments.basis import Basis
@@ -91,7 +91,7 @@ def plan(inputs: Inputs, start: Path, tau: float, out: Path) -> None:
     rows = torch.randperm(len(inputs.public), generator=torch.Generator().manual_seed(0))[:256]
     ids, null = inputs.conditioning.ids(device), inputs.conditioning.null(device)
     captions = ids[torch.randint(len(ids), (len(rows),), generator=generator, device=device)]
-    net = inputs.load_net(start)
+    net = _net_to_train(inputs, start)
     engine = ClippingEngine(net, record_losses(net), clip=1.0, blocks=net.blocks if _recomputes(inputs) else ())
     whole = Bucket(t_min, 1.0)
     covered = engine.preflight(made_up(net, null, section, whole))
@@ -113,10 +113,17 @@ def dpsgd(inputs: Inputs, start: Path, vault: Vault, moments: MomentModel | None
     generator.save(inputs.folder.model, inputs.folder.model_card)
 
 
+def _net_to_train(inputs: Inputs, start: Path) -> VelocityNet:
+    net = inputs.load_net(start)
+    train_only(net, inputs.recipe.dpsgd.parameters)
+    return net
+
+
 def starting_point(inputs: Inputs, start: Path) -> str:
     """All that DP-SGD's sums hang on beside the records: noise that hid one sum must never hide another."""
     plan = inputs.folder.plan.read_text()
-    return f"{file_hash(start)}|{plan}|{_eyes(inputs, words=True)}|{inputs.device.type}"  # a device has its own draws
+    seen = f"{_eyes(inputs, words=True)}|{','.join(inputs.recipe.dpsgd.parameters)}"
+    return f"{file_hash(start)}|{plan}|{seen}|{inputs.device.type}"  # a device has its own draws
 
 
 def _eyes(inputs: Inputs, *, words: bool) -> str:
@@ -132,7 +139,7 @@ def _recomputes(inputs: Inputs) -> bool:
 
 def private_steps(inputs: Inputs, start: Path, vault: Vault) -> VelocityNet:
     """DP-SGD from the weights in `start`, by every process of the team."""
-    net, chosen = inputs.load_net(start), json.loads(inputs.folder.plan.read_text())
+    net, chosen = _net_to_train(inputs, start), json.loads(inputs.folder.plan.read_text())
     shape = tuple(chosen["shape"])
     identity = starting_point(inputs, start)
     for k in range(len(shape)):
