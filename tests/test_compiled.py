@@ -280,13 +280,55 @@ def test_an_engine_is_checked_on_some_records_and_refuses_to_go_on_when_it_errs(
     engine.preflight(batch_of(3))
     sizes.clear()
     engine(batch_of(300), torch.ones(300))
-    assert sizes == [300, 100]  # traced; every third is compared with the plain step
-    mask = compiler.given[0][1]
-    assert torch.equal(mask.nonzero().flatten(), torch.arange(0, 300, 3))
+    assert sizes == [300, 34]  # traced; every ninth is compared with the plain step
+    _, mask, _, ids = compiler.given[0]
+    assert torch.equal(mask.nonzero().flatten(), torch.arange(0, 300, 9))
+    assert torch.equal(ids, batch_of(3)[1].repeat(100))  # preflight's: a network may do nothing with an id of 0
     engine.vouch()
     compiler.errs = True
     with pytest.raises(BadInput, match=r"has gone wrong.*may not be clipped.*run\.compile=off"):
         engine.vouch()
+
+
+def test_a_sum_that_is_wrong_is_seen_beside_norms_that_are_long_and_right(monkeypatch):
+    torch.manual_seed(0)
+    net = Small()
+
+    def losses(x, y):
+        return 1e4 * net(x, y).square().sum(dim=(1, 2))
+
+    def compile(graph, **_):
+        def run(*inputs):
+            total, norms = graph(*inputs)
+            return 1.2 * total, norms
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    engine = ClippingEngine(net, losses, 0.5, compile=True)
+    engine.preflight(batch_of(3))
+    with pytest.warns(UserWarning, match=r"wrong when compiled \(off by 0\.2 "):
+        engine(batch_of(20), torch.ones(20))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_a_mask_of_any_type_will_do(compiler, dtype):
+    net = Small()
+    engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, compile=True)
+    engine.preflight(batch_of(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(batch_of(20), torch.ones(20, dtype=dtype))
+
+
+def test_weights_that_are_not_finite_are_no_fault_of_the_compiler(compiler):
+    net = Small()
+    engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, compile=True)
+    engine.preflight(batch_of(3))
+    engine(batch_of(20), torch.ones(20))
+    with torch.no_grad():
+        net.layer.weight.fill_(float("nan"))
+    engine.vouch()
 
 
 def test_a_run_whose_compiled_step_goes_wrong_keeps_none_of_its_sums(tiny, tmp_path, compiler, monkeypatch, capsys):

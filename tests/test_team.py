@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from test_pipeline import ENVIRONMENT, PINNED, straightdp, transcript
@@ -92,6 +93,35 @@ def test_a_dead_process_ends_the_run_and_one_process_resumes_it(alone, tmp_path)
     same_weights(one, broken, 1e-5)
     executed = [(e["id"], e["step"]) for e in transcript(broken) if e["kind"] == "execute"]
     assert len(executed) == len(set(executed)) == 3 + 60
+
+
+ERRS = """
+import os, sys
+from pathlib import Path
+import torch
+from straightdp.cli import main
+checkpoint = Path(sys.argv[4]) / "private/checkpoints/dpsgd.pt"
+def compile(graph, **_):
+    def run(*inputs):
+        scale = 100.0 if os.environ["RANK"] == "1" and checkpoint.exists() else 1.0
+        return torch.utils._pytree.tree_map(lambda x: scale * x, graph(*inputs))
+    return run
+torch.compile = compile
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.pipeline
+def test_nothing_is_kept_of_a_team_one_of_whose_compiled_steps_goes_wrong(alone, tmp_path):
+    script, run = tmp_path / "errs.py", tmp_path / "run"
+    script.write_text(ERRS)
+    words = team("run", alone[0], "--out", run, *PINNED, *SHORT, "--set", "run.compile=on")
+    words[words.index("-m", 4) : words.index("run")] = [str(script)]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "may not be clipped" in done.stderr
+    assert torch.load(run / "private/checkpoints/dpsgd.pt", weights_only=True)["step"] == 10
+    assert not (run / "release/model.safetensors").exists()
 
 
 @pytest.mark.pipeline

@@ -7,6 +7,7 @@ step that is wrong would train a wrong network, and would clip private gradients
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from straightdp import turns
 from straightdp.errors import BadInput
 
-CLOSE = 0.25  # of the values' length: rounding to bfloat16, in another order, stays far below, and no fault does
+CLOSE = 0.1  # of an output's length: bfloat16's rounding, in another order, stays well below
 
 Function = Callable[..., Any]
 
@@ -30,10 +31,11 @@ class Compiled:
     Parameters that the function closes over may change in place between calls, but not move. What a call returns is
     overwritten by the next one with the same shapes. The function must not draw random numbers, and must go through
     floating inputs between 0 and 1, and ids of 0, which it is traced, tried and checked with: what a call is given is
-    seen by the finished step alone. Where it cannot be compiled, or is wrong compiled, it is captured as it is (CUDA),
-    or runs itself, with a warning. Not `traced`, it is captured at once.
+    seen by the finished step alone. A function that cannot be traced is refused. Where it cannot be compiled, or is
+    wrong compiled, it is captured as it is (CUDA), or runs itself, with a warning. Not `traced`, it is only captured.
 
-    `plain` gives what the function gives, and may take inputs that were `made_up` in its own way from such inputs.
+    It is checked on inputs that `made_up` makes of such look-alikes, against `plain`, which gives what the function
+    gives; all its outputs as one, or `each` by itself.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Compiled:
         traced: bool = True,
         plain: Function | None = None,
         made_up: Callable[[list[Tensor]], list[Tensor]] = list,
+        each: bool = False,
     ):
-        self._function, self.enabled, self._traced = function, enabled, traced
+        self._function, self.enabled, self._traced, self._each = function, enabled, traced, each
         self._plain, self._made_up = plain or function, made_up
         self._ready: dict[tuple, Function] = {}
         self._tried: list[tuple[Function, list[Tensor]]] = []
@@ -60,7 +63,7 @@ class Compiled:
         return self._ready[key](*inputs)
 
     def off(self) -> float:
-        """How far the fast ways in use are from the function now, on made-up inputs, in parts of its values' length."""
+        """How far the fast ways in use are from the function now, on made-up inputs, in parts of an output's length."""
         return max((self._distance(fast, inputs) for fast, inputs in self._tried), default=0.0)
 
     def _prepare(self, inputs: Sequence[Tensor]) -> Function:
@@ -82,6 +85,7 @@ class Compiled:
                 self._tried.append((fast, inputs))
                 return fast
             warnings.warn(f"wrong when {name} (off by {found:.2g} of its length), so slower without", stacklevel=3)
+            del fast  # and the device memory that it holds
         return self._function
 
     def _compiled(self, inputs: list[Tensor]) -> Function:
@@ -104,12 +108,12 @@ class Compiled:
         return _replayed(run, inputs) if inputs[0].is_cuda else run
 
     def _distance(self, fast: Function, inputs: list[Tensor]) -> float:
-        """|fast - plain| / |plain|; infinite where one is not finite."""
-        one, two = (_values(function(*inputs)) for function in (fast, self._plain))
-        length, apart = float(two.norm()), float((one - two).norm())
-        if not torch.isfinite(torch.tensor([length, apart])).all():
-            return float("inf")
-        return apart / length if length > 0 else float(apart > 0)
+        """|fast - plain| / |plain| of what differs most. Where the plain values are not finite there is nothing to
+        compare with: 0."""
+        pairs = zip(*(_outputs(function(*inputs)) for function in (fast, self._plain)), strict=True)
+        if self._each:
+            return max(_apart(one, two) for one, two in pairs)
+        return _apart(*(torch.cat(values) for values in zip(*pairs, strict=True)))
 
 
 def _look_alikes(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -124,8 +128,17 @@ def _look_alikes(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [look_alike(x) for x in inputs]
 
 
-def _values(outputs: Any) -> Tensor:
-    return torch.cat([x.detach().double().flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
+def _outputs(values: Any) -> list[Tensor]:
+    return [x.detach().double().flatten() for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _apart(one: Tensor, two: Tensor) -> float:
+    length, apart = float(two.norm()), float((one - two).norm())
+    if not math.isfinite(length):
+        return 0.0
+    if not math.isfinite(apart):
+        return math.inf
+    return apart / length if length > 0 else float(apart > 0)
 
 
 def half(network: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -147,15 +160,17 @@ def half(network: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _replayed(run: Function, inputs: Sequence[Tensor]) -> Function:
     """`run` captured as a CUDA graph over its own copies of the inputs."""
     static = [x.clone() for x in inputs]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    here, side, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(here)
     with torch.cuda.stream(side):
         for _ in range(2):
             run(*static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run(*static)
+    here.wait_stream(side)
+    try:
+        with torch.cuda.graph(graph):
+            outputs = run(*static)
+    finally:
+        torch.cuda.set_stream(here)  # where a capture fails, torch may leave its own
 
     def replay(*tensors: Tensor) -> Any:
         for mine, theirs in zip(static, tensors, strict=True):
@@ -163,5 +178,5 @@ def _replayed(run: Function, inputs: Sequence[Tensor]) -> Function:
         graph.replay()
         return outputs
 
-    replay.captured = run  # type: ignore[attr-defined]  # the graph holds addresses of what `run` owns, and not a hold on it
+    replay.captured = run  # type: ignore[attr-defined]  # the graph has addresses of what `run` owns, and no hold on it
     return replay

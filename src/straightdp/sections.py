@@ -96,6 +96,9 @@ class Latent(Section):
     steps: Steps = 4_000
     batch: Annotated[int, Field(ge=2)] = 256
     lr: Rate = 1e-3
+    noise: Share = Field(
+        default=0.1, description="on codes while it trains, in parts of their spread: drawn codes may be off by as much"
+    )
     radius_quantile: Fraction = Field(
         default=0.99, description="R: this quantile of the public codes' norms; every code is brought within it"
     )

@@ -52,6 +52,10 @@ class Team:
         torch.distributed.gather_object(value, found, dst=0)
         return found or []
 
+    def largest(self, value: float) -> float:
+        """The largest of everyone's, everywhere."""
+        return self.told(max(self.gathered(value), default=None))
+
     def summed(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all at the leader; elsewhere unspecified."""
         if self.size > 1:

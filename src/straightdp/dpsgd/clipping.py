@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from straightdp.compiled import CLOSE, Compiled
 from straightdp.dpsgd.backward import Kept, Pass
 from straightdp.errors import BadInput
+from straightdp.team import ALONE, Team
 
-CHECKED = 128  # records that a compiled step is compared on with the plain one
+CHECKED = 128  # at most so many records is a compiled step compared on with the plain one
 MARGIN = 1 - 1e-5  # for the factor and the norm's square root
 
 RecordLosses = Callable[..., Tensor]
@@ -92,8 +93,11 @@ class ClippingEngine:
         self.trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise BadInput("the network has no trainable parameter: nothing to clip")
-        self._step = Compiled(self._clipped, enabled=compile, plain=self._of_those_that_count, made_up=_some_count)
+        self._step = Compiled(
+            self._clipped, enabled=compile, plain=self._of_those_that_count, made_up=self._some_count, each=True
+        )
         self._checked: tuple | None = None
+        self._seen: tuple[Tensor, ...] = ()
 
     @property
     def clip(self) -> float:
@@ -117,14 +121,15 @@ class ClippingEngine:
             total, norms = self._step(torch.full((), self.clip, device=mask.device), mask, *batch)
         return ClippedSum(total, norms, self.clip)
 
-    def vouch(self) -> None:
-        """Refuse to go on where a compiled step no longer gives what the plain one gives, on made-up records."""
+    def vouch(self, team: Team = ALONE) -> None:
+        """Refuse to go on where a compiled step no longer gives what the plain one gives, on made-up records, in any
+        process of the team."""
         with _full_products():
-            off = self._step.off()
-        if off > CLOSE:
+            off = team.largest(self._step.off())
+        if off > CLOSE:  # by how much hangs on weights that may not be private
             raise BadInput(
-                f"the compiled step has gone wrong (off by {off:.2g} of its length): its last sums may not be clipped, "
-                "and were thrown away; go on with --resume --set run.compile=off"
+                "the compiled step has gone wrong: its last sums may not be clipped, and were thrown away; go on with "
+                "--resume --set run.compile=off"
             )
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -160,7 +165,7 @@ class ClippingEngine:
                 raise BadInput(
                     f"parameter {name} has no gradient on the batch that preflight was given: give it another"
                 )
-        self._checked = self._condition()
+        self._checked, self._seen = self._condition(), batch
         return [Coverage(name, tuple(p.shape), once.kinds[name]) for name, p in self.trainable.items()]
 
     def _condition(self) -> tuple:
@@ -250,7 +255,18 @@ class ClippingEngine:
         """What `_clipped` gives, from the records with mask 1 alone."""
         rows = mask.nonzero().flatten()
         total, norms = self._clipped(clip, mask[rows], *(x[rows] for x in batch))
-        return total, torch.zeros_like(mask).index_copy(0, rows, norms)
+        return total, norms.new_zeros(len(mask)).index_copy(0, rows, norms)
+
+    def _some_count(self, step: list[Tensor]) -> list[Tensor]:
+        """A step's made-up inputs, with mask 1 for some records from all over the batch, and preflight's ids."""
+        clip, mask, *batch = step
+        n = len(mask)
+        rows = torch.arange(n, device=mask.device)
+        counts = rows % -(-n // max(2, min(CHECKED, n // 8))) == 0
+        for k, (x, seen) in enumerate(zip(batch, self._seen, strict=False)):
+            if not x.is_floating_point() and x.shape[1:] == seen.shape[1:]:
+                batch[k] = seen.to(x)[rows % len(seen)]
+        return [clip, counts.to(mask.dtype), *batch]
 
     def _collect(self, factors: dict[tuple[str, ...], Kept], factor: Tensor, *, finite: bool = False) -> list[Tensor]:
         sums: dict[str, Tensor] = {}
@@ -262,13 +278,6 @@ class ClippingEngine:
         once = Pass(self.trainable, len(mask), self.blocks)
         once(self.losses, batch, mask)
         return once, once.factors
-
-
-def _some_count(step: list[Tensor]) -> list[Tensor]:
-    """A step's made-up inputs, with mask 1 for at most CHECKED records, from all over the batch."""
-    clip, mask, *batch = step
-    counts = torch.arange(len(mask), device=mask.device) % -(-len(mask) // CHECKED) == 0
-    return [clip, counts.to(mask.dtype), *batch]
 
 
 def _louder(x: Tensor, others: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def train(
             diagnostics_due=due,
         )
         if due:  # a checkpoint follows
-            engine.vouch()
+            engine.vouch(team)
         for parameter, gradient in zip(engine.parameters(), engine.split(noisy * bucket.c), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
 

@@ -32,7 +32,7 @@ def trainable(net: nn.Module) -> list[nn.Parameter]:
 
 
 def train_only(net: nn.Module, patterns: Iterable[str]) -> None:
-    """Freeze all but the parameters whose names fit a pattern; * stands for anything."""
+    """Freeze all but the parameters whose names fit a pattern of the shell's: * stands for anything."""
     named = {name: p for name, p in net.named_parameters() if p.requires_grad}
     chosen: set[str] = set()
     for pattern in patterns:

@@ -106,7 +106,9 @@ class Autoencoder(nn.Module):
         """Squared error of the picture made from a code with a little noise, as generated codes will have."""
         code = self.raw_code(x)
         spread = code.detach().std(dim=0, keepdim=True)
-        return (self.from_raw(code + CODE_NOISE * spread * noise) - x).square().mean() + SIZE * code.square().mean()
+        return (
+            self.from_raw(code + self.section.noise * spread * noise) - x
+        ).square().mean() + SIZE * code.square().mean()
 
     @torch.no_grad()
     def settle(self, x: Tensor) -> None:
@@ -121,5 +123,4 @@ class Autoencoder(nn.Module):
         self.requires_grad_(False).eval()
 
 
-CODE_NOISE = 0.1
 SIZE = 1e-4  # keeps codes from growing to drown that noise

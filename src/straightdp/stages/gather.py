@@ -81,9 +81,7 @@ def gather(
     if recipe.release.condition not in ("class", "global") and release_parts(recipe):
         features_of = featuriser(recipe.release.condition, intake.prompts, tokenizer, recipe.net.caption_width)
     inputs = Inputs(recipe, folder, device, public, public_ids, conditioning, intake, features_of, team, leak)
-    train_only(
-        inputs.new_net(), recipe.dpsgd.parameters
-    )  # a name that is not there is refused now, not after a release
+    train_only(inputs.new_net(), recipe.dpsgd.parameters)  # to refuse a wrong name now, not after a release
     return inputs
 
 

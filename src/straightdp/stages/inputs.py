@@ -139,11 +139,14 @@ def fit_velocity(inputs: Inputs, net: VelocityNet, batch: MakeBatch, name: str, 
 
     plain = gradient_of(net)
     fast = gradient_of(half(net))
-    ways: dict[str, Callable[..., tuple[Tensor, ...]]] = (
-        {"compiled": Compiled(fast, enabled=True)} if inputs.compile else {}
-    )
-    ways |= {"captured": Compiled(fast, enabled=True, traced=False)} if inputs.device.type == "cuda" else {}
-    ways |= {"plain": plain}
+    ways: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+    if inputs.compile:
+        ways["compiled"] = Compiled(fast, enabled=True)
+    if inputs.compile and inputs.device.type == "cuda":
+        ways["captured"] = Compiled(fast, enabled=True, traced=False)
+    if inputs.device.type == "cuda":
+        ways["bfloat16"] = fast
+    ways["float32"] = plain
     checked = {0, 10, 100, *range(0, section.steps, max(50, section.steps // 20))}
 
     def gradients(step: int) -> None:

@@ -30,6 +30,7 @@ from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.vault import Vault
 from straightdp.privacy.workload import bucket_id
 from straightdp.progress import quiet, say, tracker
+from straightdp.sections import ALL
 from straightdp.stages.inputs import Inputs, fit_velocity, public_key
 from straightdp.stages.public import load_shape, settled_sample
 
@@ -122,8 +123,9 @@ def _net_to_train(inputs: Inputs, start: Path) -> VelocityNet:
 def starting_point(inputs: Inputs, start: Path) -> str:
     """All that DP-SGD's sums hang on beside the records: noise that hid one sum must never hide another."""
     plan = inputs.folder.plan.read_text()
-    seen = f"{_eyes(inputs, words=True)}|{','.join(inputs.recipe.dpsgd.parameters)}"
-    return f"{file_hash(start)}|{plan}|{seen}|{inputs.device.type}"  # a device has its own draws
+    some = "" if inputs.recipe.dpsgd.parameters == ALL else f"|{','.join(inputs.recipe.dpsgd.parameters)}"
+    seen = _eyes(inputs, words=True)
+    return f"{file_hash(start)}|{plan}|{seen}|{inputs.device.type}{some}"  # a device has its own draws
 
 
 def _eyes(inputs: Inputs, *, words: bool) -> str:
