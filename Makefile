@@ -11,7 +11,7 @@ demo: $(VENV)/ready
 	$(BIN)/straightdp replay demo-run/release
 
 test: $(VENV)/ready-dev lint
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto
 
 bench: $(VENV)/ready-bench
 	$(BIN)/python benchmarks/check_contenders.py
