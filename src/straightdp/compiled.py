@@ -84,7 +84,10 @@ class Compiled:
             if found <= CLOSE:
                 self._tried.append((fast, inputs))
                 return fast
-            warnings.warn(f"wrong when {name} (off by {found:.2g} of its length), so slower without", stacklevel=3)
+            said = f"off by {found:.2g} of its length"
+            if (uncaptured := getattr(fast, "captured", None)) is not None:  # where does the fault lie?
+                said += f", by {self._distance(uncaptured, inputs):.2g} before it was captured"
+            warnings.warn(f"wrong when {name} ({said}), so slower without", stacklevel=3)
             del fast  # and the device memory that it holds
         return self._function
 

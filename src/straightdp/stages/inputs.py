@@ -100,7 +100,7 @@ class Inputs:
 def public_key(inputs: Inputs, name: str) -> str:
     """Of all that the stages `autoencode`, `prior` and `pretrain` hang on: public records and a few settings."""
     recipe, public = inputs.recipe, inputs.public
-    sections = {"autoencode": ("latent",), "prior": ("sd3", "sample"), "pretrain": ("latent", "net", "pretrain")}[name]
+    sections = {"autoencode": ("latent",), "prior": ("sd3", "sample"), "pretrain": ("net", "pretrain")}[name]
     parts = {part: recipe.net.while_pretraining if part == "net" else getattr(recipe, part) for part in sections}
     settings = {part: value.model_dump(mode="json") for part, value in parts.items()} | {"seed": recipe.run.seed}
     codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
