@@ -108,20 +108,30 @@ def test_what_is_refused_is_refused_when_compiled_too():
         engine((torch.randn(4, 6),), torch.ones(4))
 
 
+class Compiler:
+    """In torch.compile's place, without a compiler to wait for: the traced graphs themselves, until it `errs`. Keeps
+    them, and what they are given."""
+
+    def __init__(self, monkeypatch):
+        self.errs, self.graphs, self.given = False, [], []
+        monkeypatch.setattr(torch, "compile", self._compile)
+
+    def _compile(self, graph, **_):
+        self.graphs.append(graph)
+        return lambda *inputs: self._run(graph, inputs)
+
+    def _run(self, graph, inputs):
+        self.given.append([x.clone() for x in inputs])
+        outputs = graph(*inputs)
+        return torch.utils._pytree.tree_map(lambda x: 1.5 * x, outputs) if self.errs else outputs
+
+
 @pytest.fixture
-def interpreted(monkeypatch) -> list:
-    """torch.compile as it would be without a compiler to wait for: the traced graph itself. Lists what it was given."""
-    given = []
-
-    def compile(function, **options):
-        given.append(function)
-        return function
-
-    monkeypatch.setattr(torch, "compile", compile)
-    return given
+def compiler(monkeypatch) -> Compiler:
+    return Compiler(monkeypatch)
 
 
-def test_each_set_of_shapes_and_types_is_traced_once(interpreted):
+def test_each_set_of_shapes_and_types_is_traced_once(compiler):
     runs = []
 
     def twice(x):
@@ -131,11 +141,11 @@ def test_each_set_of_shapes_and_types_is_traced_once(interpreted):
     step = Compiled(twice, enabled=True)
     for x in (torch.ones(3), torch.ones(4), torch.ones(3), torch.ones(3).double(), torch.ones(4), torch.ones(3, 1)):
         torch.testing.assert_close(step(x), 2 * x, rtol=0, atol=0)
-    assert len(interpreted) == 4
+    assert len(compiler.graphs) == 4
     assert runs == [shape for shape in [(3,), (4,), (3,), (3, 1)] for _ in ("traced", "checked")]
 
 
-def test_the_traced_graph_reads_parameters_at_every_call(interpreted):
+def test_the_traced_graph_reads_parameters_at_every_call(compiler):
     weight = nn.Parameter(torch.ones(3))
 
     def gradient(x):
@@ -147,7 +157,7 @@ def test_the_traced_graph_reads_parameters_at_every_call(interpreted):
     with torch.no_grad():
         weight.mul_(5)
     torch.testing.assert_close(step(x), 10 * x)
-    assert len(interpreted) == 1
+    assert len(compiler.graphs) == 1
 
 
 def test_disabled_it_is_the_function_itself(monkeypatch):
@@ -201,24 +211,6 @@ def test_an_engine_that_cannot_be_compiled_gives_the_plain_sum(monkeypatch):
             warnings.simplefilter("ignore")
             sums.append(engine(batch_of(4), torch.ones(4)).total)
     assert torch.equal(sums[0], sums[1])
-
-
-class Compiler:
-    """In torch.compile's place: the traced graph itself, until it `errs`. Keeps what the graphs are given."""
-
-    def __init__(self, monkeypatch):
-        self.errs, self.given = False, []
-        monkeypatch.setattr(torch, "compile", lambda graph, **_: lambda *inputs: self._run(graph, inputs))
-
-    def _run(self, graph, inputs):
-        self.given.append([x.clone() for x in inputs])
-        outputs = graph(*inputs)
-        return torch.utils._pytree.tree_map(lambda x: 1.5 * x, outputs) if self.errs else outputs
-
-
-@pytest.fixture
-def compiler(monkeypatch) -> Compiler:
-    return Compiler(monkeypatch)
 
 
 def test_what_is_wrong_when_compiled_runs_plainly_with_a_warning(compiler):

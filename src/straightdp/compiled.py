@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from straightdp import turns
 from straightdp.errors import BadInput
 
-CLOSE = 0.1  # of an output's length: bfloat16's rounding, in another order, stays well below
+CLOSE = 0.1  # of an output's length: well above what bfloat16's rounding, in another order, is reckoned to change
 
 Function = Callable[..., Any]
 

@@ -15,6 +15,7 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 OWN_TEXT = "{text}"  # as a caption: each record's own
+ALL = ("*",)  # as names of parameters
 
 
 class Section(BaseModel):
@@ -197,9 +198,6 @@ class Distill(Section):
         default=0.5, description="part of each batch that replays public images for t > tau"
     )
     p_uncond: Share = 0.1
-
-
-ALL = ("*",)  # parameters
 
 
 class DpSgd(Section):
