@@ -113,10 +113,11 @@ class Compiler:
     them, and what they are given."""
 
     def __init__(self, monkeypatch):
-        self.errs, self.graphs, self.given = False, [], []
+        self.errs, self.graphs, self.given, self.options = False, [], [], {}
         monkeypatch.setattr(torch, "compile", self._compile)
 
-    def _compile(self, graph, **_):
+    def _compile(self, graph, *, options, **_):
+        self.options = options
         self.graphs.append(graph)
         return lambda *inputs: self._run(graph, inputs)
 
@@ -129,6 +130,11 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch) -> Compiler:
     return Compiler(monkeypatch)
+
+
+def test_a_pass_that_is_known_to_lose_gradients_is_off(compiler):
+    Compiled(lambda x: 2 * x, enabled=True)(torch.ones(3))
+    assert compiler.options["triton.mix_order_reduction"] is False
 
 
 def test_each_set_of_shapes_and_types_is_traced_once(compiler):

@@ -102,7 +102,7 @@ class Compiled:
             raise BadInput(
                 f"the step cannot be traced ({' '.join(str(error).split())[:200]}): leave compilation off"
             ) from None
-        compiled = torch.compile(traced, fullgraph=True, dynamic=False)
+        compiled = torch.compile(traced, fullgraph=True, dynamic=False, options=_without_known_faults())
 
         def run(*tensors: Tensor) -> Any:
             with torch.no_grad():
@@ -117,6 +117,14 @@ class Compiled:
         if self._each:
             return max(_apart(one, two) for one, two in pairs)
         return _apart(*(torch.cat(values) for values in zip(*pairs, strict=True)))
+
+
+def _without_known_faults() -> dict[str, Any]:
+    """Mix-order reduction, on by default since torch 2.10, leaves parts of outputs unwritten that are concatenated, as
+    a step's gradients are (pytorch issue 193061)."""
+    from torch._inductor import config
+
+    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
 
 
 def _look_alikes(inputs: Sequence[Tensor]) -> list[Tensor]:
