@@ -41,6 +41,24 @@ def test_kanji_are_named_by_their_code_points(data):
     assert load("kuzushiji-kanji", size=None, channels=1).classes[0] == "kanji U+4E00"
 
 
+def test_the_kanji_split_into_the_ten_commonest_and_others_that_share_no_picture_with_them(data):
+    whole, common, rest = (load(f"kuzushiji-kanji{part}", size=None, channels=1) for part in ("", ":common10", ":rest"))
+    counts = dict(zip(whole.classes, np.bincount(whole.labels).tolist(), strict=True))
+    assert sorted(common.classes) == sorted(sorted(counts, key=lambda name: -counts[name])[:10])
+    assert sorted((*common.classes, *rest.classes)) == sorted(whole.classes)
+    for name in common.classes[:2]:
+        of_whole, of_common = (s.x[s.labels == s.classes.index(name)] for s in (whole, common))
+        assert np.array_equal(of_whole, of_common)
+    taken = {picture.tobytes() for picture in common.x}
+    assert not any(picture.tobytes() in taken for picture in rest.x)
+    left_out = len(whole) - len(common) - len(rest)
+    assert left_out == sum(
+        picture.tobytes() in taken and whole.classes[y] in rest.classes
+        for picture, y in zip(whole.x, whole.labels, strict=True)
+    )
+    assert left_out > 0
+
+
 def test_flowers_are_called_by_their_names_in_label_order(data):
     records = load("flowers102", size=8, channels=3)
     assert records.x.shape == (8189, 3, 8, 8)

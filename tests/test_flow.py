@@ -142,12 +142,14 @@ def guided_case():
     return captions, torch.zeros(1, 2, dtype=torch.int64), torch.randn(3, 5), torch.tensor([0.1, 0.5, 0.9])
 
 
-def test_weight_one_is_one_evaluation_with_the_captions():
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_weight_one_is_one_evaluation_with_the_captions_and_weight_zero_one_without(weight):
     net, (captions, null, x, t) = CountingNet(), guided_case()
-    out = guided(net, captions, null, 1.0)(x, t)
+    out = guided(net, captions, null, weight)(x, t)
+    given = captions if weight else null.expand(3, -1)
     assert [n for n, _ in net.calls] == [3]
-    assert torch.equal(net.calls[0][1], captions)
-    assert torch.equal(out, net(x, t, captions))
+    assert torch.equal(net.calls[0][1], given)
+    assert torch.equal(out, net(x, t, given))
 
 
 @settings(deadline=None, max_examples=40)

@@ -217,7 +217,7 @@ class Counter:
         return torch.zeros_like(x)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 5.0])
+@pytest.mark.parametrize("guidance", [0.0, 1.0, 5.0])
 def test_passes_are_as_many_as_the_sampler_and_private_evolution_make(guidance):
     settings = {"classes": 3, "per_class": 4, "sample_steps": 9, "guidance": guidance}
     votes = {"rounds": 5, "times": (0.1, 0.7), "variations": 2}

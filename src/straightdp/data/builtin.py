@@ -22,6 +22,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "kmnist:train": ("kmnist/kmnist-train-imgs.npz", "kmnist/train-images-idx3-ubyte.gz"),
     "kmnist:test": ("kmnist/kmnist-test-imgs.npz", "kmnist/t10k-images-idx3-ubyte.gz"),
     "kuzushiji-kanji": ("kuzushiji-kanji/kuzushiji-kanji-28.npz",),
+    "kuzushiji-kanji:common10": ("kuzushiji-kanji/kuzushiji-kanji-28.npz",),
+    "kuzushiji-kanji:rest": ("kuzushiji-kanji/kuzushiji-kanji-28.npz",),
     "flowers102": ("flowers102/flowers102-128.zip",),
     "flowers102:first20": ("flowers102/flowers102-128.zip",),
     "flowers102:rest": ("flowers102/flowers102-128.zip",),
@@ -61,7 +63,7 @@ def read_arrays(name: str) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """Images (N, H, W, 1), labels (N,) and class names of a named set that lies in an array file."""
     path = locate(name)
     images, labels = arrays.read_npz(path) if path.suffix == ".npz" else arrays.read_idx(path)
-    if name == "kuzushiji-kanji":
+    if name.startswith("kuzushiji-kanji"):
         codepoints = arrays.load_npz(path).get("codepoints", np.array([], "U6"))
         classes = tuple(f"kanji {point}" for point in codepoints.tolist())
     else:
@@ -70,7 +72,21 @@ def read_arrays(name: str) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
         raise BadInput(
             f"labels of {path} should lie in 0 to {len(classes) - 1} but do not; fetch or write that file again"
         )
-    return images, labels, classes
+    return _kanji(name, images, labels, classes) if name.startswith("kuzushiji-kanji:") else (images, labels, classes)
+
+
+def _kanji(
+    name: str, images: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """`common10` has the ten kanji with the most pictures, `rest` the others without the pictures that are also among
+    those: so that one can stand for a private set and the other for a public one of the same hand."""
+    common = np.sort(np.argsort(-np.bincount(labels, minlength=len(classes)), kind="stable")[:10])
+    chosen = np.isin(labels, common)
+    if name.endswith(":rest"):
+        taken = {image.tobytes() for image in images[chosen]}
+        chosen = ~chosen & np.array([image.tobytes() not in taken for image in images])
+    kept = np.unique(labels[chosen])
+    return images[chosen], np.searchsorted(kept, labels[chosen]), tuple(classes[k] for k in kept)
 
 
 def relabel(

@@ -24,11 +24,11 @@ def euler(field: Field, x: Tensor, steps: int, t0: float = 0.0) -> Tensor:
 
 
 def guided(net: Network, captions: Tensor, null: Tensor, weight: float) -> Field:
-    """Classifier-free guidance: v_null + weight (v_caption - v_null). Weight 1 needs, and makes, one evaluation."""
+    """Classifier-free guidance: v_null + weight (v_caption - v_null). 0 and 1 need, and make, one evaluation."""
 
     def field(x: Tensor, t: Tensor) -> Tensor:
-        if weight == 1:
-            return net(x, t, captions)
+        if weight in (0, 1):
+            return net(x, t, captions if weight else null.expand_as(captions))
         both = net(torch.cat([x, x]), torch.cat([t, t]), torch.cat([captions, null.expand_as(captions)]))
         conditional, unconditional = both.chunk(2)
         return unconditional + weight * (conditional - unconditional)

@@ -157,7 +157,7 @@ class Settings:
 
     def draw(self, images: int, steps: int | None = None) -> Phase:
         """Images from noise, or from some way on: with guidance, two passes a step, side by side."""
-        branches = 1 if self.guidance == 1 else 2
+        branches = 1 if self.guidance in (0, 1) else 2
         passes = images * (self.sample_steps if steps is None else steps) * branches
         held = max(FORWARD[self.dtype] * self.row * self.batch * branches, DECODE_BYTES * max(PIXELS, self.size**2))
         flops = self._flops(passes) + images * self._vae_flops(DECODE)
