@@ -14,6 +14,7 @@ from straightdp.compiled import Compiled, half
 from straightdp.data.records import to_z
 from straightdp.errors import BadInput
 from straightdp.flow.fit import step_generator
+from straightdp.flow.jitter import jitter
 from straightdp.flow.path import noise_like
 from straightdp.flow.sampler import Network, euler, guided
 from straightdp.moments.field import MomentModel
@@ -181,7 +182,8 @@ class Generator:
             whole = F.pad(part, (0, section.batch - len(part))) if compile else part  # one shape, compiled once
             generator = step_generator(seed, "sample", k, y.device)
             drawn = self._batch(network, moments, whole, section, generator)
-            pieces.append(self._space.decode(drawn[: len(part)]))
+            images = self._space.decode(drawn[: len(part)])
+            pieces.append(images if section.port == "guide" else jitter(images, section.jitter, generator))
         return torch.cat(pieces).cpu() if pieces else self._space.decode(torch.zeros(0, *self.net.shape))
 
     def _tilted(self, moments: MomentModel, tilt: str, seed: int) -> MomentModel:
@@ -201,8 +203,13 @@ class Generator:
         if section.port == "guide" and moments is not None:
             if not isinstance(section.t0, float | int):
                 raise BadInput("sample.t0 = 'plateau' is found by a run, on its public set; give a number here")
-            start = moments.tilted_start(y, section.t0, generator).reshape(shape)
-            return euler(field, start, section.steps, section.t0)
+
+            def moved(z: Tensor) -> Tensor:
+                images = jitter(self._space.decode(z.reshape(shape)), section.jitter, generator)
+                return self._space.encode(images).to(z).flatten(1)
+
+            start = moments.tilted_start(y, section.t0, generator, *([moved] if section.jitter else []))
+            return euler(field, start.reshape(shape), section.steps, section.t0)
         return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps)
 
 

@@ -63,6 +63,10 @@ class Recipe(Section):
                 raise ValueError(f"run.method = {self.run.method!r} knows classes alone: leave private.slots out")
             if self.sample.port != "weights":
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: leave sample.port out")
+            if self.sample.jitter:
+                raise ValueError(
+                    f"run.method = {self.run.method!r} is drawn as its authors do: leave sample.jitter out"
+                )
             if self.sd3.model and self.run.method != "private-evolution":
                 raise ValueError(f"run.method = {self.run.method!r} trains a network of its own: leave sd3.model out")
             if self.sd3.model:

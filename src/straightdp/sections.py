@@ -247,6 +247,11 @@ class Sample(Section):
         default="released",
         description="mean of the tilted start; or a control: none, a random one as long, that of the public set",
     )
+    jitter: Annotated[float, Field(ge=0, le=3)] = Field(
+        default=0.0,
+        description="every picture is turned, slanted, stretched and shifted at random (guide: before the model takes "
+        "over); 1: by 8 degrees, 0.1, 8 % and 1/28 of the side, standard deviations",
+    )
     batch: Count = 500
 
 

@@ -6,13 +6,14 @@ a_i = (1 - t)^2 + t^2 (lam_i + lambda_0) on V and a_0 = (1 - t)^2 + t^2 lambda_0
 A class may be several Gaussians that share its Sigma_y. The proposition then says how likely each is given x, and as
 equation (3) is affine in the mean, the class's field is equation (3) at the mean of the means under these weights.
 
-Guarantee: neither n x Y x d numbers nor, where the covariance is shared, n x d x r are ever held at once. What grows
-with the number of classes beside the responsibilities themselves, (n, Y k), is made in blocks of classes.
+Guarantee: neither n x Y x d numbers nor, where the covariance is shared or draws are made, n x d x r are ever held at
+once. What grows with the number of classes beside the responsibilities themselves, (n, Y k), is made in blocks of
+classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -276,13 +277,21 @@ class MomentModel:
         if len(y) and self.centres is not None:
             place = torch.multinomial(self._shares[y].float(), 1, generator=generator)[:, 0]
             mu = self.centres[y, place]
-        white = torch.randn((len(y), r), generator=generator, device=mu.device)
-        shaped = torch.einsum("ndr,nr->nd", self._of(self.V, y), self._of(self.lam, y).sqrt() * white)
+        white = torch.randn((len(y), r), generator=generator, device=mu.device) * self._of(self.lam, y).sqrt()
+        if len(self.V) == 1:
+            shaped = white @ self.V[0].T
+        else:
+            shaped = torch.empty_like(mu)
+            for k in y.unique().tolist():
+                shaped[y == k] = white[y == k] @ self.V[k].T
         return mu + shaped + self.floor**0.5 * noise_like(mu, generator)
 
-    def tilted_start(self, y: Tensor, t0: float, generator: torch.Generator) -> Tensor:
-        """x_{t0} ~ N(t0 mu_y, t0^2 Sigma_y + (1 - t0)^2 I), or the mixture of such: where guided sampling begins."""
-        z = self.sample(y, generator)
+    def tilted_start(
+        self, y: Tensor, t0: float, generator: torch.Generator, moved: Callable[[Tensor], Tensor] = lambda z: z
+    ) -> Tensor:
+        """x_{t0} ~ N(t0 mu_y, t0^2 Sigma_y + (1 - t0)^2 I), or the mixture of such: where guided sampling begins.
+        `moved` is done to z, (n, d), before its noise is added."""
+        z = moved(self.sample(y, generator))
         return t0 * z + (1 - t0) * noise_like(z, generator)
 
 
