@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from test_generator import CAPTIONS, CLASSES, conditioning
 
 from straightdp.flow.jitter import SHIFT, SLANT, STRETCH, TURN, jitter
 from straightdp.generator import Generator
@@ -12,6 +11,7 @@ from straightdp.moments.field import MomentModel
 from straightdp.nets.mmdit import MMDiT
 from straightdp.progress import quiet
 from straightdp.recipe import Net, Sample, load
+from test_generator import CAPTIONS, CLASSES, conditioning
 
 SIDE = 12
 

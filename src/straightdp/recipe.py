@@ -64,9 +64,7 @@ class Recipe(Section):
             if self.sample.port != "weights":
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: leave sample.port out")
             if self.sample.jitter:
-                raise ValueError(
-                    f"run.method = {self.run.method!r} is drawn as its authors do: leave sample.jitter out"
-                )
+                raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: leave sample.jitter out")
             if self.sd3.model and self.run.method != "private-evolution":
                 raise ValueError(f"run.method = {self.run.method!r} trains a network of its own: leave sd3.model out")
             if self.sd3.model:
