@@ -1,8 +1,8 @@
-"""docs/results.md and its pictures, from experiments/results and the words in results_page.md.jinja:
+"""docs/results.md with its pictures, and the README's table, from experiments/results and the words in *.md.jinja:
 
 python experiments/results_page.py
 
-No figure that is kept in results/ is typed into the words: they are filled in, so that the page follows the results.
+No figure that is kept in results/ is typed into the words: they are filled in, so that the pages follow the results.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from straightdp.reproduce.results import Results
 from straightdp.reproduce.tables import Cell, Line, Table, compared, tables_of
 
 HERE = Path(__file__).parent
+README_TABLE = ("<!-- made by experiments/results_page.py -->\n", "<!-- made so far -->\n")
 GIVEN = Given(frozen=('sd3.model="MODEL"',))
 
 
@@ -88,14 +89,25 @@ def said(values: Iterable[float]) -> str:
     return compared(list(values), "", 3).ours
 
 
+def filled(words: str, asked: Page) -> str:
+    """A page's words with their figures."""
+    made = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    methods = {"table": asked.table, "picture": asked.picture, "kept": asked.kept, "folded": folded, "said": said}
+    template = made.from_string((HERE / words).read_text(encoding="utf-8"))
+    return template.render(methods | {"INTERNAL": INTERNAL, "LEGEND": LEGEND})
+
+
 def page(folder: Path) -> dict[str, bytes]:
     """The files of docs/, by name."""
     asked = Page(folder)
-    words = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    template = words.from_string((HERE / "results_page.md.jinja").read_text(encoding="utf-8"))
-    methods = {"table": asked.table, "picture": asked.picture, "kept": asked.kept, "folded": folded, "said": said}
-    text = template.render(methods | {"INTERNAL": INTERNAL, "LEGEND": LEGEND})
-    return {"results.md": text.encode()} | asked.pictures
+    return {"results.md": filled("results_page.md.jinja", asked).encode()} | asked.pictures
+
+
+def readme(folder: Path, before: str) -> str:
+    """The README with its table of figures made anew."""
+    first, last = README_TABLE
+    head, _, rest = before.partition(first)
+    return head + first + filled("readme_table.md.jinja", Page(folder)) + last + rest.partition(last)[2]
 
 
 if __name__ == "__main__":
@@ -103,6 +115,10 @@ if __name__ == "__main__":
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs")
     options = parser.parse_args()
-    for name, data in page(options.results).items():
-        write_durably(options.out / name, data)
-        print(options.out / name)
+    written = {options.out / name: data for name, data in page(options.results).items()}
+    front = options.out.parent / "README.md"
+    if front.exists():
+        written[front] = readme(options.results, front.read_text(encoding="utf-8")).encode()
+    for path, data in written.items():
+        write_durably(path, data)
+        print(path)

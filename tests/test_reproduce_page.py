@@ -74,6 +74,14 @@ def test_the_page_is_what_the_results_give(made):
         assert description((DOCS / name).read_bytes()) == description(made[name])
 
 
+def test_the_readme_shows_what_the_results_give():
+    """If this fails: python experiments/results_page.py."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = runpy.run_path(str(ROOT / "experiments" / "results_page.py"))["readme"]
+    assert readme(RESULTS, text) == text
+    assert "| demo, ε = 3" in text
+
+
 CHANGES = {  # by file: where a value lies, another one, and how the page must show it
     "table1": (("latent_uniform_eps1", "accuracy", "synthetic data"), 0.98123, "| 0.981 (0.709 ± 0.016; +0.272) |"),
     "rivals": (("dp-hp_eps1_seed0", "commit"), "fedcba9", "| commit fedcba9 |"),

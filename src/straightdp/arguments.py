@@ -13,7 +13,9 @@ SD3_ROUTES = {
     "distill": "write the released field into adapters, then DP-SGD: the route that fails in the paper",
     "evolve": "Private Evolution on the frozen model",
 }
-BUILT_IN_RECIPES = "a recipe.toml, or the built-in small (for a CPU) or demo; left out, the paper's sizes"
+BUILT_IN_RECIPES = (
+    "a recipe.toml, or a built-in one: small (for a CPU), demo, best-mnist, best-fashion; left out, the paper's sizes"
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

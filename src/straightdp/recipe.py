@@ -170,7 +170,7 @@ class Recipe(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
-BUILT_IN = ("demo", "small", "sd3-guide", "sd3-lora", "sd3-distill", "sd3-evolve")
+BUILT_IN = ("demo", "small", "best-mnist", "best-fashion", "sd3-guide", "sd3-lora", "sd3-distill", "sd3-evolve")
 
 
 def model_name(model: str) -> str:
