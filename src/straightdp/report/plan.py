@@ -16,8 +16,7 @@ from straightdp.stages.public import measured_candidates, measured_horizon, tau_
 
 
 def describe_plan(recipe: Recipe) -> str:
-    privacy, dpsgd = recipe.privacy, recipe.dpsgd
-    rival = recipe.run.method in RIVALS
+    privacy, rival = recipe.privacy, recipe.run.method in RIVALS
     shape, candidates = (UNIFORM, []) if rival else _time_buckets(recipe)
     certificate = certificate_of(recipe, shape)
     n = "counted at run time" if privacy.n is None else f"{privacy.n:,}"
@@ -44,16 +43,25 @@ def describe_plan(recipe: Recipe) -> str:
             lines.append(f"{name:<60}{release:>9.4g}{gradient:>9.4g}{total:>9.4f}")
     if rival:
         return "\n".join(lines)
-    lines += ["", "cost"]
+    return "\n".join([*lines, "", "cost", *_cost(recipe)])
+
+
+def _cost(recipe: Recipe) -> list[str]:
+    """A line for every stage that runs and takes time."""
+    dpsgd, sample = recipe.dpsgd, recipe.sample
+    batch = "q N" if recipe.privacy.n is None else f"{dpsgd.q * recipe.privacy.n:,.0f}"
+    stages = []
+    if recipe.latent.d is not None:
+        stages.append(("autoencode", recipe.latent.steps, f"steps of {recipe.latent.batch:,} images"))
     if recipe.sd3.model:
-        lines.append(f"  prior    {recipe.sd3.prior:>8,} images a caption, drawn from {recipe.sd3.model}")
-    for stage in ("distill",) if recipe.sd3.model else ("pretrain", "distill"):
-        section = getattr(recipe, stage)
-        lines.append(f"  {stage:<9}{section.steps:>8,} steps of {section.batch:,} rows")
-    batch = "q N" if privacy.n is None else f"{dpsgd.q * privacy.n:,.0f}"
-    lines.append(f"  dp-sgd   {dpsgd.steps:>8,} steps of {batch} records (expected) x {dpsgd.draws} draws")
-    lines.append(f"  sample   {recipe.sample.n:>8,} records, {recipe.sample.steps} Euler steps")
-    return "\n".join(lines)
+        stages.append(("prior", recipe.sd3.prior, f"images a caption, drawn from {recipe.sd3.model}"))
+    else:
+        stages.append(("pretrain", recipe.pretrain.steps, f"steps of {recipe.pretrain.batch:,} rows"))
+    stages.append(("distill", recipe.distill.steps, f"steps of {recipe.distill.batch:,} rows"))
+    stages.append(("dp-sgd", dpsgd.steps, f"steps of {batch} records (expected) x {dpsgd.draws} draws"))
+    steps = "drawn from the release alone" if sample.port == "release" else f"{sample.steps} Euler steps"
+    stages.append(("sample", sample.n, f"records, {steps}"))
+    return [f"  {name:<11}{number:>8,} {what}" for name, number, what in stages if number]
 
 
 def _time_buckets(recipe: Recipe) -> tuple[Shape, list[str]]:
