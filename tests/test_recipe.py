@@ -243,7 +243,16 @@ OTHER: dict[str, dict[str, Any]] = {
         "micro_batch": 8,
         "checkpoint_every": 7,
     },
-    "sample": {"n": 1, "steps": 1, "guidance": 1.0, "port": "release", "t0": 0.5, "batch": 1, "tilt": "zero"},
+    "sample": {
+        "n": 1,
+        "steps": 1,
+        "guidance": 1.0,
+        "port": "release",
+        "t0": 0.5,
+        "batch": 1,
+        "tilt": "zero",
+        "jitter": 1.0,
+    },
     "evaluate": {
         "probe_steps": 1,
         "probe_batch": 1,

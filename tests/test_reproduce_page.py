@@ -90,7 +90,7 @@ CHANGES = {  # by file: where a value lies, another one, and how the page must s
     "judge_h200": (("against mnist:test", "noise", "recall"), 0.98456, "| 0.985 |"),
     "judge_cpu": (("cpu_seconds",), 99 * 60, "(99 min of CPU time)"),
     "audit_demo": (("audits", "demo", "leaky", "loss", "auc"), 0.98567, "| 0.986 ("),
-    "audits_small": (("small-3", "honest", "from_sums", "bound"), 0.97678, "0.977"),
+    "audits_small": (("small-3", "honest", "from_sums", "bound"), 0.93578, "0.936"),
     "figure2_pixel": (("fashion-mnist:test", "knee"), 0.98789, "| pixels | Fashion-MNIST | 0.988 |"),
     "figure2_latent": (("kmnist:test", "knee"), 0.98765, "| the code | KMNIST | 0.988 |"),
     "mnist_epsilon1": (("accuracy", "released moments alone", "mean"), 0.98891, "| 0.989 |"),
