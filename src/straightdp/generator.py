@@ -208,7 +208,7 @@ class Generator:
                 images = jitter(self._space.decode(z.reshape(shape)), section.jitter, generator)
                 return self._space.encode(images).to(z).flatten(1)
 
-            start = moments.tilted_start(y, section.t0, generator, *([moved] if section.jitter else []))
+            start = moments.tilted_start(y, section.t0, generator, moved if section.jitter else None)
             return euler(field, start.reshape(shape), section.steps, section.t0)
         return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps)
 

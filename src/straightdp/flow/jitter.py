@@ -18,7 +18,8 @@ def jitter(images: Tensor, strength: float, generator: torch.Generator) -> Tenso
     """Images (n, C, H, W), each under an affine map of its own around its middle, by `strength` times the standard
     deviations above; what comes in over an edge is that edge's colour.
 
-    Guarantee: strength 0 draws nothing and gives the images back as they are; no value leaves the range they are in.
+    Guarantee: strength 0 draws nothing and gives the images back as they are; but for rounding, no value leaves the
+    range they are in.
     """
     if not strength:
         return images

@@ -287,11 +287,12 @@ class MomentModel:
         return mu + shaped + self.floor**0.5 * noise_like(mu, generator)
 
     def tilted_start(
-        self, y: Tensor, t0: float, generator: torch.Generator, moved: Callable[[Tensor], Tensor] = lambda z: z
+        self, y: Tensor, t0: float, generator: torch.Generator, moved: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """x_{t0} ~ N(t0 mu_y, t0^2 Sigma_y + (1 - t0)^2 I), or the mixture of such: where guided sampling begins.
-        `moved` is done to z, (n, d), before its noise is added."""
-        z = moved(self.sample(y, generator))
+        `moved` may change z, (n, d), before its noise is added."""
+        z = self.sample(y, generator)
+        z = z if moved is None else moved(z)
         return t0 * z + (1 - t0) * noise_like(z, generator)
 
 
