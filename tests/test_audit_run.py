@@ -119,7 +119,7 @@ def test_a_runs_internal_page_shows_the_audit_and_the_public_one_does_not(audite
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        (("run.method=dp-merf",), "no velocity field"),
+        (("run.method=dp-merf", "sample.port=weights"), "no velocity field"),
         (("audit.shadows=1",), "no spread"),
         (("private.holdout=0",), "held-out"),
         (("audit.canaries=5",), "audit.canaries"),

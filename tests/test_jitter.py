@@ -112,5 +112,5 @@ def test_with_guide_the_noise_is_not_moved():
 
 
 def test_a_rival_is_not_moved(tmp_path):
-    with pytest.raises(Exception, match=r"leave sample\.jitter out"):
+    with pytest.raises(Exception, match=r"set sample\.jitter=0"):
         load(None, ('run.method="dp-merf"', "sample.jitter=1"))

@@ -62,9 +62,9 @@ class Recipe(Section):
             if self.private.slots:
                 raise ValueError(f"run.method = {self.run.method!r} knows classes alone: leave private.slots out")
             if self.sample.port != "weights":
-                raise ValueError(f"run.method = {self.run.method!r} releases no moments: leave sample.port out")
+                raise ValueError(f"run.method = {self.run.method!r} releases no moments: set sample.port=weights")
             if self.sample.jitter:
-                raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: leave sample.jitter out")
+                raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: set sample.jitter=0")
             if self.sd3.model and self.run.method != "private-evolution":
                 raise ValueError(f"run.method = {self.run.method!r} trains a network of its own: leave sd3.model out")
             if self.sd3.model:
