@@ -117,8 +117,8 @@ if __name__ == "__main__":
     options = parser.parse_args()
     written = {options.out / name: data for name, data in page(options.results).items()}
     front = options.out.parent / "README.md"
-    if front.exists():
-        written[front] = readme(options.results, front.read_text(encoding="utf-8")).encode()
+    if front.exists() and README_TABLE[0] in (before := front.read_text(encoding="utf-8")):
+        written[front] = readme(options.results, before).encode()
     for path, data in written.items():
         write_durably(path, data)
         print(path)
