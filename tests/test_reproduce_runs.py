@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from PIL import Image
 from conftest import TINY
 from straightdp.cli import main
 from straightdp.files import file_hash
+from straightdp.folder import RunFolder
 from straightdp.reproduce import runner
 from straightdp.reproduce.experiment import read
 from straightdp.reproduce.grids import GAP, SIDE
@@ -187,9 +189,16 @@ def test_as_many_run_at_once_as_there_is_room_for(gathered, tmp_path):
     assert max(sum(other[0] <= start < other[1] for other in times) for start, _ in times) == 2
 
 
-def test_jobs_of_one_model_wait_for_each_other(gathered, tmp_path):
-    text = "import time; t = time.time(); time.sleep(0.3); open(RUN + '.times', 'w').write(f'{t} {time.time()}')"
-    jobs = [Said("small", (f"sample.n={n}",), experiment="stub", row=text) for n in (5, 6)]
-    assert run_all(jobs, tmp_path, Results(tmp_path / "private"), Room(processes=2)) == []
-    first, second = ([float(t) for t in (tmp_path / f"{job.name}.times").read_text().split()] for job in jobs)
-    assert first[1] <= second[0]
+def test_jobs_of_one_model_wait_for_the_first_and_then_run_beside_each_other(gathered, tmp_path, monkeypatch):
+    """The first leaves what a run that has trained and sampled leaves."""
+    text = (
+        "import os, time; t = time.time(); time.sleep(0.6); os.makedirs(RUN, exist_ok=True); "
+        "open(RUN + '/recipe.toml', 'w').write('KEY'); open(RUN + '.times', 'w').write(f'{t} {time.time()}')"
+    )
+    jobs = [Said("small", (f"sample.n={n}",), experiment="stub", row=text) for n in (5, 6, 7)]
+    monkeypatch.setattr(RunFolder, "read_stamps", lambda folder: {"sample": "done"})
+    jobs = [replace(job, row=text.replace("KEY", job.key)) for job in jobs]
+    assert run_all(jobs, tmp_path, Results(tmp_path / "private"), Room(processes=3)) == []
+    first, second, third = ([float(t) for t in (tmp_path / f"{job.name}.times").read_text().split()] for job in jobs)
+    assert first[1] <= min(second[0], third[0])
+    assert max(second[0], third[0]) < min(second[1], third[1])

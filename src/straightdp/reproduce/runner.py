@@ -120,29 +120,36 @@ def _ended_with_us(running: dict[subprocess.Popen, tuple[Job, float]]) -> Iterat
 def _begin_what_fits(sitting: _Sitting, room: Room) -> None:
     for job in list(sitting.waiting):
         busy = sitting.at_work()
-        if any(other.training == job.training for other in busy):
+        donor = _trained(sitting, job)
+        if donor is None and any(other.training == job.training for other in busy):
             continue  # it will go on from that one's model
         if len(busy) < room.processes:
             sitting.waiting.remove(job)
-            _copy_training(sitting, job)
+            if donor is not None and job.command == "run":
+                _copy_training(donor, sitting.out / job.name)
             sitting.running[_start(job, sitting.out)] = (job, time.monotonic())
             say(f"{_clock(sitting)} begins: {job.name} ({job.shown})")
 
 
-def _copy_training(sitting: _Sitting, job: Job) -> None:
-    """Put a run that has trained the same model, now or earlier, in the place of one that has not begun."""
-    run = sitting.out / job.name
-    donor = next((path.parent for path in sitting.out.glob("*/recipe.toml") if _has_trained(path.parent, job)), None)
-    if job.command != "run" or donor is None or run.exists():
+def _trained(sitting: _Sitting, job: Job) -> Path | None:
+    """A run, of now or earlier, that has trained the job's model and that nothing writes to any more."""
+    busy = {other.name for other in sitting.at_work()}
+    runs = (path.parent for path in sitting.out.glob("*/recipe.toml") if path.parent.name not in busy)
+    return next((run for run in runs if _has_trained(run, job)), None)
+
+
+def _has_trained(run: Path, job: Job) -> bool:
+    return "sample" in RunFolder(run).read_stamps() and job.key in (run / "recipe.toml").read_text(encoding="utf-8")
+
+
+def _copy_training(donor: Path, run: Path) -> None:
+    """Put a run that has trained the same model in the place of one that has not begun."""
+    if run.exists():
         return
     partial = run.with_name(f"{run.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(donor, partial)
     partial.rename(run)
-
-
-def _has_trained(run: Path, job: Job) -> bool:
-    return "sample" in RunFolder(run).read_stamps() and job.key in (run / "recipe.toml").read_text(encoding="utf-8")
 
 
 def _start(job: Job, out: Path) -> subprocess.Popen:
