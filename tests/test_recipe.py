@@ -252,6 +252,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "batch": 1,
         "tilt": "zero",
         "jitter": 1.0,
+        "labels": "found",
     },
     "evaluate": {
         "probe_steps": 1,

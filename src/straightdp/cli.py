@@ -176,6 +176,7 @@ def _sample(options: argparse.Namespace) -> None:
     section = load(None, (*stored, *options.settings)).sample
     y = generator.prompts(options.n, device)
     z = generator.draw(y, section, options.seed, tracker("sample"), compile=device.type == "cuda")
+    y = generator.named(z, y, section, options.seed)
     synthetic.write(options.out, z, y, generator.conditioning.names, generator.conditioning.captions)
     print(f"{options.n} records in {options.out}")
 

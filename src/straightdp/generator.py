@@ -17,6 +17,7 @@ from straightdp.flow.fit import step_generator
 from straightdp.flow.jitter import jitter
 from straightdp.flow.path import noise_like
 from straightdp.flow.sampler import Network, euler, guided
+from straightdp.metrics.probe import Predict, fit_on_batches
 from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.backbone import Backbone
@@ -24,11 +25,12 @@ from straightdp.nets.captions import CaptionIds, Tokenizer
 from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Codes, Pixels, Space
 from straightdp.nets.velocity import VelocityNet
-from straightdp.recipe import RIVALS, Latent, Net, Rival, Sample
+from straightdp.recipe import RIVALS, Evaluate, Latent, Net, Rival, Sample
 from straightdp.rivals import matching
 
 AUTOENCODER = "autoencoder."  # what its weights' names begin with
 MANY = 50_000  # images: compiling takes half a minute on an H200, which fewer do not win back by our reckoning
+SMALLEST = 8  # pixels that a classifier of ours needs each way
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,28 @@ class Generator:
         counts[(exact - counts).argsort(descending=True)[: n - int(counts.sum())]] += 1
         return torch.repeat_interleave(torch.arange(classes), counts).to(device)
 
+    def named(self, images: Tensor, y: Tensor, section: Sample, seed: int) -> Tensor:
+        """Of images drawn under captions y, the captions that they are published under."""
+        if section.labels == "asked":
+            return y
+        if self.moments is None:
+            raise BadInput("sample.labels = 'found' needs released moments, and this release has none")
+        if min(self.image[1:]) < SMALLEST:
+            raise BadInput(f"sample.labels = 'found' needs pictures of at least {SMALLEST} x {SMALLEST} pixels")
+        find = self._classifier(self.moments, section, seed, y.device)
+        return torch.cat([find(part) for part in images.split(1000)]) if len(images) else y
+
+    def _classifier(self, moments: MomentModel, section: Sample, seed: int, device: torch.device) -> Predict:
+        """It learns captions from the release's own draws, moved like all draws: nothing private is asked."""
+        evaluate, prior = Evaluate(), moments.prior.to(device)
+
+        def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+            y = torch.multinomial(prior, evaluate.probe_batch, replacement=True, generator=generator)
+            images = self._space.decode(moments.sample(y, generator).reshape(len(y), *self.net.shape))
+            return jitter(images, section.jitter, generator), y
+
+        return fit_on_batches(batch, self.image, len(prior), evaluate, seed, device)
+
     @torch.no_grad()
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
         """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. `compile`: where there are MANY of them."""
@@ -271,6 +295,10 @@ class RivalGenerator:
     def prompts(self, n: int, device: torch.device) -> Tensor:
         """n classes in equal parts, sorted: nothing of their proportions is released."""
         return (torch.arange(n, device=device) * len(self.conditioning.classes)) // max(n, 1)
+
+    def named(self, images: Tensor, y: Tensor, section: Sample, seed: int) -> Tensor:
+        """The classes y that the images were drawn under."""
+        return y
 
     @torch.no_grad()
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:

@@ -65,6 +65,8 @@ class Recipe(Section):
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: set sample.port=weights")
             if self.sample.jitter:
                 raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: set sample.jitter=0")
+            if self.sample.labels != "asked":
+                raise ValueError(f"run.method = {self.run.method!r} releases no moments: set sample.labels=asked")
             if self.sd3.model and self.run.method != "private-evolution":
                 raise ValueError(f"run.method = {self.run.method!r} trains a network of its own: leave sd3.model out")
             if self.sd3.model:
@@ -78,6 +80,8 @@ class Recipe(Section):
             raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
         if self.release.weight == 0 and self.release.sigma is None and self.sample.port != "weights":
             raise ValueError(f"sample.port = {self.sample.port!r} needs a release: give release.weight")
+        if self.release.weight == 0 and self.release.sigma is None and self.sample.labels == "found":
+            raise ValueError("sample.labels = 'found' needs a release: give release.weight")
         if self.private.slots and self.private.caption == OWN_TEXT:
             raise ValueError("private.slots has no use when captions are the records' own texts: leave it out")
         if self.release.condition in ("onehot", "slots") and self.private.caption == OWN_TEXT:
@@ -119,6 +123,8 @@ class Recipe(Section):
             raise ValueError("sd3.model's codes are too large to be released whole: leave release.project out")
         if self.image.channels != 3 or self.image.size is None:
             raise ValueError("sd3.model draws colour: set image.channels = 3 and image.size")
+        if self.sample.labels != "asked":
+            raise ValueError("sd3.model's draws of a release are no pictures to learn from: leave sample.labels out")
         if self.private.caption == OWN_TEXT or self.release.condition not in ("class", "global"):
             raise ValueError(
                 "sd3.model knows the captions of a template alone: leave {text} out, and set release.condition to "

@@ -252,6 +252,11 @@ class Sample(Section):
         description="every picture is turned, slanted, stretched and shifted at random (guide: before the model takes "
         "over); 1: by 8 degrees, 0.1, 8 % and 1/28 of the side, standard deviations",
     )
+    labels: Literal["asked", "found"] = Field(
+        default="asked",
+        description="what a picture is called: the caption it was drawn under, or the one that a classifier of the "
+        "release's own draws finds in it, for a model that knows no private class",
+    )
     batch: Count = 500
 
 

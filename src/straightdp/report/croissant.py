@@ -35,8 +35,8 @@ CONTEXT = {
     "sc": "https://schema.org/",
 }  # fmt: skip
 MEANINGS = {
-    "label": "the class that the record was made under",
-    "text": "the caption that the record was made under",
+    "label": "the class of the record",
+    "text": "the caption of the record",
 }
 
 

@@ -98,8 +98,8 @@ class Quality:
 class LabelAware:
     """Whether the images that `name` names are what their labels say; None where it was not measured.
 
-    `consistency` is the share in which a classifier trained on private records finds the label that the image was
-    made under, `domain_rate` the share that a private-or-public classifier takes for private.
+    `consistency` is the share in which a classifier trained on private records finds the label that the image
+    has, `domain_rate` the share that a private-or-public classifier takes for private.
     """
 
     name: str

@@ -53,7 +53,7 @@ FitClassifier = Callable[[Tensor, Tensor, int, int], Predict]
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images in [-1, 1], rounded to whole pixels, the class that each was made under, and where they come from."""
+    """Images in [-1, 1], rounded to whole pixels, the class of each, and where they come from."""
 
     name: str
     note: str

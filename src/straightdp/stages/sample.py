@@ -15,4 +15,5 @@ def run(inputs: Inputs) -> None:
     section = settled_sample(inputs)
     y = generator.prompts(section.n, inputs.device)
     z = generator.draw(y, section, inputs.recipe.run.seed, tracker("sample"), compile=inputs.compile)
+    y = generator.named(z, y, section, inputs.recipe.run.seed)
     synthetic.write(inputs.folder.synthetic, z, y, generator.conditioning.names, generator.conditioning.captions)
