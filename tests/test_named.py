@@ -1,18 +1,19 @@
 """What drawn pictures are called: by the caption they were asked for, or by a classifier of the release's own draws."""
 
 import csv
+from pathlib import Path
 
 import pytest
 import torch
 
 from straightdp.cli import main
 from straightdp.errors import BadInput
-from straightdp.generator import Generator
-from straightdp.metrics.probe import fit_on_batches, fit_probe
+from straightdp.generator import Conditioning, Generator
 from straightdp.moments.field import MomentModel
 from straightdp.nets.mmdit import MMDiT
-from straightdp.recipe import Evaluate, Net, Sample, load
-from test_generator import CAPTIONS, CLASSES, CPU, conditioning
+from straightdp.progress import quiet
+from straightdp.recipe import Net, Sample, load
+from test_generator import CAPTIONS, CLASSES, conditioning
 
 SECTION = Net(width=16, depth=1, heads=2, patch=4, caption_width=8, caption_length=3, vocabulary=16)
 FOUND = Sample(labels="found", jitter=0.3)
@@ -46,24 +47,30 @@ def test_a_picture_is_called_what_it_shows_whatever_was_asked_for():
     assert len(generator.named(images[:0], asked[:0], FOUND, 3)) == 0
 
 
-def test_pictures_made_as_they_are_asked_for_teach_what_a_heap_of_them_does():
-    z, y = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(2)), torch.arange(40) % 3
-    section, fresh = Evaluate(probe_steps=20, probe_batch=16), torch.rand(200, 1, 8, 8)
-
-    def batch(generator):
-        rows = torch.randint(40, (16,), generator=generator)
-        return z[rows], y[rows]
-
-    heap = fit_probe(z, y, 3, section, 5, CPU)(fresh)
-    assert torch.equal(fit_on_batches(batch, (1, 8, 8), 3, section, 5, CPU)(fresh), heap)
-
-
 @pytest.mark.parametrize(
     ("side", "moments", "reason"), [(4, True, "at least 8 x 8"), (8, False, "needs released moments")]
 )
-def test_without_moments_or_pixels_enough_it_is_refused(side, moments, reason):
+def test_without_moments_or_pixels_enough_nothing_is_drawn(side, moments, reason):
+    generator, y = release(side, moments), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(BadInput, match=reason):
-        release(side, moments).named(torch.zeros(1, 1, side, side), torch.zeros(1, dtype=torch.int64), FOUND, 0)
+        generator.draw(y, FOUND, 0, quiet)
+    with pytest.raises(BadInput, match=reason):
+        generator.named(torch.zeros(1, 1, side, side), y, FOUND, 0)
+
+
+def test_captions_that_share_a_class_are_not_told_apart():
+    generator = release()
+    generator.conditioning = Conditioning(CLASSES[:2], CAPTIONS, generator.conditioning.tokenizer, (0, 0, 1))
+    with pytest.raises(BadInput, match="one caption a class"):
+        generator.draw(torch.zeros(1, dtype=torch.int64), FOUND, 0, quiet)
+
+
+def test_a_control_is_named_by_its_own_means():
+    """Without means a class is what it varies in, and nothing here varies: names are no better than chance."""
+    shown = torch.arange(300) % 3
+    images = bars()[shown].reshape(-1, 1, 8, 8)
+    found = release().named(images, shown, FOUND.model_copy(update={"tilt": "zero"}), 3)
+    assert float((found == shown).float().mean()) < 0.6
 
 
 @pytest.mark.parametrize(
@@ -71,6 +78,8 @@ def test_without_moments_or_pixels_enough_it_is_refused(side, moments, reason):
     [
         ('run.method="dp-merf"', "sample.labels=found"),
         ("release.weight=0", "sample.labels=found"),
+        ("release.condition=global", "sample.labels=found"),
+        ('private.caption="{text}"', "release.condition=pooled", "sample.labels=found"),
         ('sd3.model="some/model"', "image.channels=3", "image.size=64", "sample.labels=found"),
     ],
 )
@@ -79,19 +88,32 @@ def test_a_recipe_without_moments_of_pictures_is_refused(settings):
         load(None, settings)
 
 
+def test_pictures_that_are_too_small_are_refused_before_anything_is_spent(tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    words = ["run", str(tiny), "--out", str(out), "--set", "sample.labels=found", "--set", "image.size=6"]
+    assert main(words) == 2
+    assert "at least 8 x 8 pixels" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def listed(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metadata.csv", newline="") as table:
+        return list(csv.DictReader(table))
+
+
 @pytest.mark.pipeline
 def test_a_release_is_drawn_from_under_either_name(tiny, tmp_path):
     """The pictures are the same, their files too; only what some are called differs."""
     run, rows = tmp_path / "run", {}
-    assert main(["run", str(tiny), "--out", str(run), "--set", "sample.labels=found"]) == 0
+    words = ["run", str(tiny), "--out", str(run), "--set", "sample.port=guide", "--set", "sample.t0=0.1"]
+    assert main([*words, "--set", "sample.labels=found"]) == 0
     for labels in ("asked", "found"):
-        words = ["sample", str(run / "release"), "--n", "60", "--out", str(tmp_path / labels)]
-        words += ["--set", f"sample.labels={labels}", "--set", "sample.port=guide", "--set", "sample.t0=0.1"]
+        words = ["sample", str(run / "release"), "--n", "60", "--seed", "0", "--out", str(tmp_path / labels)]
+        words += ["--set", f"sample.labels={labels}"]
         assert main(words) == 0
-        with open(tmp_path / labels / "metadata.csv", newline="") as table:
-            rows[labels] = list(csv.DictReader(table))
+        rows[labels] = listed(tmp_path / labels)
     names = [row["file_name"] for row in rows["asked"]]
     assert names == [row["file_name"] for row in rows["found"]]
     assert all((tmp_path / "asked" / k).read_bytes() == (tmp_path / "found" / k).read_bytes() for k in names)
     assert [row["label"] for row in rows["asked"]] != [row["label"] for row in rows["found"]]
-    assert {row["label"] for row in rows["found"]} <= {str(k) for k in range(10)}
+    assert listed(run / "release" / "synthetic") == rows["found"], "the same seed"

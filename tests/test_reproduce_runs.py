@@ -190,14 +190,18 @@ def test_as_many_run_at_once_as_there_is_room_for(gathered, tmp_path):
 
 
 def test_jobs_of_one_model_wait_for_the_first_and_then_run_beside_each_other(gathered, tmp_path, monkeypatch):
-    """The first leaves what a run that has trained and sampled leaves."""
+    """Each leaves, long before it ends, what a run that has trained and sampled leaves; one copy was cut short."""
     text = (
-        "import os, time; t = time.time(); time.sleep(0.6); os.makedirs(RUN, exist_ok=True); "
-        "open(RUN + '/recipe.toml', 'w').write('KEY'); open(RUN + '.times', 'w').write(f'{t} {time.time()}')"
+        "import os, time; t = time.time(); os.makedirs(RUN, exist_ok=True); "
+        "open(RUN + '/recipe.toml', 'w').write('KEY'); time.sleep(0.6); "
+        "open(RUN + '.times', 'w').write(f'{t} {time.time()}')"
     )
     jobs = [Said("small", (f"sample.n={n}",), experiment="stub", row=text) for n in (5, 6, 7)]
     monkeypatch.setattr(RunFolder, "read_stamps", lambda folder: {"sample": "done"})
     jobs = [replace(job, row=text.replace("KEY", job.key)) for job in jobs]
+    cut = tmp_path / f"{jobs[0].name}.partial"
+    cut.mkdir()
+    (cut / "recipe.toml").write_text(jobs[0].key)
     assert run_all(jobs, tmp_path, Results(tmp_path / "private"), Room(processes=3)) == []
     first, second, third = ([float(t) for t in (tmp_path / f"{job.name}.times").read_text().split()] for job in jobs)
     assert first[1] <= min(second[0], third[0])

@@ -60,6 +60,15 @@ class Conditioning:
         return self.tokenizer.null().to(device).unsqueeze(0)
 
 
+def check_names(image: tuple[int, int, int], conditioning: Conditioning) -> None:
+    """Refuse `sample.labels = "found"` where no classifier of ours could tell one caption from another."""
+    if min(image[1:]) < SMALLEST:
+        least = f"{SMALLEST} x {SMALLEST}"
+        raise BadInput(f"sample.labels = 'found' needs pictures of at least {least} pixels; set sample.labels=asked")
+    if len(conditioning.captions) > len(conditioning.classes):
+        raise BadInput("sample.labels = 'found' needs one caption a class; set sample.labels=asked")
+
+
 def open_generator(release: Path, device: torch.device, backbone: Backbone | None = None) -> Generator | RivalGenerator:
     """Whatever draws the images of a release, by whichever method it was made. A frozen model that the release builds
     on is loaded anew unless it is given."""
@@ -171,14 +180,11 @@ class Generator:
 
     def named(self, images: Tensor, y: Tensor, section: Sample, seed: int) -> Tensor:
         """Of images drawn under captions y, the captions that they are published under."""
-        if section.labels == "asked":
+        self.check(section)
+        if section.labels == "asked" or self.moments is None or not len(images):
             return y
-        if self.moments is None:
-            raise BadInput("sample.labels = 'found' needs released moments, and this release has none")
-        if min(self.image[1:]) < SMALLEST:
-            raise BadInput(f"sample.labels = 'found' needs pictures of at least {SMALLEST} x {SMALLEST} pixels")
-        find = self._classifier(self.moments, section, seed, y.device)
-        return torch.cat([find(part) for part in images.split(1000)]) if len(images) else y
+        find = self._classifier(self._tilted(self.moments, section.tilt, seed), section, seed, y.device)
+        return torch.cat([find(part) for part in images.split(1000)])
 
     def _classifier(self, moments: MomentModel, section: Sample, seed: int, device: torch.device) -> Predict:
         """It learns captions from the release's own draws, moved like all draws: nothing private is asked."""
@@ -189,13 +195,22 @@ class Generator:
             images = self._space.decode(moments.sample(y, generator).reshape(len(y), *self.net.shape))
             return jitter(images, section.jitter, generator), y
 
-        return fit_on_batches(batch, self.image, len(prior), evaluate, seed, device)
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            return fit_on_batches(batch, self.image, len(prior), evaluate, seed, device)
+
+    def check(self, section: Sample) -> None:
+        """Refuse, before anything is drawn, settings that this release has nothing for."""
+        if section.port != "weights" and self.moments is None:
+            raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
+        if section.labels == "found":
+            if self.moments is None:
+                raise BadInput("sample.labels = 'found' needs released moments, and this release has none")
+            check_names(self.image, self.conditioning)
 
     @torch.no_grad()
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
         """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. `compile`: where there are MANY of them."""
-        if section.port != "weights" and self.moments is None:
-            raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
+        self.check(section)
         compile = compile and len(y) >= MANY
         network = Compiled(half(self.net), enabled=compile)
         moments = None if self.moments is None else self._tilted(self.moments, section.tilt, seed)
@@ -298,12 +313,18 @@ class RivalGenerator:
 
     def named(self, images: Tensor, y: Tensor, section: Sample, seed: int) -> Tensor:
         """The classes y that the images were drawn under."""
+        self.check(section)
         return y
+
+    def check(self, section: Sample) -> None:
+        if section.labels == "found":
+            raise BadInput(f"sample.labels = 'found' needs released moments, and {self.method} releases none")
 
     @torch.no_grad()
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
         """Images in [-1, 1] for classes y, (n, C, H, W), on the CPU. An evolved population is gone through in order,
         as often as it takes."""
+        self.check(section)
         released = self._released()
         if isinstance(released, Tensor):
             population = released.cpu()

@@ -58,6 +58,7 @@ def _lead(
     certificate = certificate_of(recipe)  # of the uniform plan: refused before private files are opened
     inputs = gather(recipe, folder, device, team, leak=leak)
     rivals.check(inputs)
+    sample.check(inputs)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
         folder.create(recipe, inputs.intake.fingerprint())

@@ -80,8 +80,8 @@ class Recipe(Section):
             raise ValueError("release.weight and dpsgd.steps are both 0: nothing would be released")
         if self.release.weight == 0 and self.release.sigma is None and self.sample.port != "weights":
             raise ValueError(f"sample.port = {self.sample.port!r} needs a release: give release.weight")
-        if self.release.weight == 0 and self.release.sigma is None and self.sample.labels == "found":
-            raise ValueError("sample.labels = 'found' needs a release: give release.weight")
+        if self.sample.labels == "found":
+            self._can_find_labels()
         if self.private.slots and self.private.caption == OWN_TEXT:
             raise ValueError("private.slots has no use when captions are the records' own texts: leave it out")
         if self.release.condition in ("onehot", "slots") and self.private.caption == OWN_TEXT:
@@ -94,6 +94,15 @@ class Recipe(Section):
         if self.release.components > 1:
             self._can_split_classes()
         return self
+
+    def _can_find_labels(self) -> None:
+        if self.release.weight == 0 and self.release.sigma is None:
+            raise ValueError("sample.labels = 'found' needs a release: give release.weight")
+        if self.release.condition != "class" or self.private.slots or self.private.caption == OWN_TEXT:
+            raise ValueError(
+                "sample.labels = 'found' needs moments of every class: set release.condition = 'class', and leave "
+                "private.slots and {text} out"
+            )
 
     def _can_split_classes(self) -> None:
         section, n = self.release, self.privacy.n

@@ -71,8 +71,8 @@ class Measures:
         return self.accuracy(fit(self.__train.z(), torch.from_numpy(self.__train.labels)))
 
     def consistency(self, fit: Fit, sets: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-        """How often a classifier trained on the private records finds in each set's images the class that they were
-        made under, and last in the held-out records their own."""
+        """How often a classifier trained on the private records finds in each set's images the class that they
+        have, and last in the held-out records their own."""
         predict = fit(self.__train.z(), torch.from_numpy(self.__train.labels))
         return [*(agreement(predict, z, y) for z, y in sets), self.accuracy(predict)]
 

@@ -28,6 +28,7 @@ from straightdp.reproduce.jobs import Job
 from straightdp.reproduce.results import Results, measured
 
 POLL, SAY_EVERY = 0.25, 60.0  # seconds
+PARTIAL = ".partial"  # how the name of a copy ends that is not whole
 SAID = ("accuracy", "distance", "bound", "caught")
 
 
@@ -120,22 +121,24 @@ def _ended_with_us(running: dict[subprocess.Popen, tuple[Job, float]]) -> Iterat
 def _begin_what_fits(sitting: _Sitting, room: Room) -> None:
     for job in list(sitting.waiting):
         busy = sitting.at_work()
+        if len(busy) >= room.processes:
+            return
         donor = _trained(sitting, job)
         if donor is None and any(other.training == job.training for other in busy):
             continue  # it will go on from that one's model
-        if len(busy) < room.processes:
-            sitting.waiting.remove(job)
-            if donor is not None and job.command == "run":
-                _copy_training(donor, sitting.out / job.name)
-            sitting.running[_start(job, sitting.out)] = (job, time.monotonic())
-            say(f"{_clock(sitting)} begins: {job.name} ({job.shown})")
+        sitting.waiting.remove(job)
+        if donor is not None and job.command == "run":
+            _copy_training(donor, sitting.out / job.name)
+        sitting.running[_start(job, sitting.out)] = (job, time.monotonic())
+        say(f"{_clock(sitting)} begins: {job.name} ({job.shown})")
 
 
 def _trained(sitting: _Sitting, job: Job) -> Path | None:
     """A run, of now or earlier, that has trained the job's model and that nothing writes to any more."""
     busy = {other.name for other in sitting.at_work()}
-    runs = (path.parent for path in sitting.out.glob("*/recipe.toml") if path.parent.name not in busy)
-    return next((run for run in runs if _has_trained(run, job)), None)
+    runs = (path.parent for path in sitting.out.glob("*/recipe.toml"))
+    whole = (run for run in runs if run.name not in busy and run.suffix != PARTIAL)
+    return next((run for run in whole if _has_trained(run, job)), None)
 
 
 def _has_trained(run: Path, job: Job) -> bool:
@@ -146,7 +149,7 @@ def _copy_training(donor: Path, run: Path) -> None:
     """Put a run that has trained the same model in the place of one that has not begun."""
     if run.exists():
         return
-    partial = run.with_name(f"{run.name}.partial")
+    partial = run.with_name(f"{run.name}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(donor, partial)
     partial.rename(run)

@@ -22,6 +22,11 @@ from straightdp.sd3.loading import HUB_ID
 class Sd3Generator(Generator):
     backbone: Sd3Backbone = field(kw_only=True)
 
+    def check(self, section: Sample) -> None:
+        super().check(section)
+        if section.labels == "found":
+            raise BadInput("sd3.model's draws of a release are no pictures to learn from; set sample.labels=asked")
+
     def save(self, weights: Path, card: Path) -> None:
         from safetensors.torch import save_file
 

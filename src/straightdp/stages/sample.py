@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from straightdp.data import synthetic
-from straightdp.generator import open_generator
+from straightdp.generator import check_names, open_generator
 from straightdp.progress import tracker
 from straightdp.stages.inputs import Inputs
 from straightdp.stages.public import settled_sample
+
+
+def check(inputs: Inputs) -> None:
+    """Refuse, before anything is spent, what could not be drawn."""
+    if inputs.recipe.sample.labels == "found":
+        check_names(inputs.public.shape, inputs.conditioning)
 
 
 def run(inputs: Inputs) -> None:
