@@ -129,7 +129,8 @@ def test_the_defaults_and_the_shipped_recipes(scratch):
     assert shipped
     for file in shipped:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
-        recipe = parse(tree)
+        recipe = load(file.name.removesuffix(".toml"))
+        tree.pop("base", None)
         for section, body in tree.items():
             for key, value in body.items():
                 found = getattr(getattr(recipe, section), key)
@@ -560,3 +561,57 @@ def test_a_setting_cannot_reach_into_what_is_no_section(tmp_path):
         load(path, ("run.seed=1",))
     with pytest.raises(BadInput, match="form"):
         load(None, ("run.seed=1\nx = 2",))
+
+
+# One recipe over another
+
+
+def written(folder, **texts):
+    for name, text in texts.items():
+        (folder / f"{name}.toml").write_text(text)
+    return folder
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.dictionaries(st.sampled_from(["n", "steps", "batch"]), st.integers(1, 99)),
+    st.dictionaries(st.sampled_from(["n", "steps", "batch"]), st.integers(1, 99)),
+)
+def test_a_recipe_has_its_own_values_and_else_those_of_its_base(tmp_path_factory, below, above):
+    folder = tmp_path_factory.mktemp("recipes") / "inner"
+    folder.mkdir()
+    lines = ["[sample]", *(f"{key} = {value}" for key, value in above.items())]
+    written(folder.parent, base="[sample]\n" + "\n".join(f"{key} = {value}" for key, value in below.items()))
+    written(folder, own="\n".join(['base = "../base.toml"', *lines]))
+    found = load(folder / "own.toml").sample
+    for key in ("n", "steps", "batch"):
+        assert getattr(found, key) == above.get(key, below.get(key, getattr(Recipe().sample, key)))
+    assert load(folder / "own.toml", ("sample.n=7",)).sample.n == 7
+
+
+def test_a_base_may_be_built_in_and_have_one_itself(tmp_path):
+    written(tmp_path, mine='base = "sd3-distill"\n[image]\nsize = 256')
+    recipe, distill, guide = load(tmp_path / "mine.toml"), load("sd3-distill"), load("sd3-guide")
+    assert recipe == distill.model_copy(update={"image": distill.image.model_copy(update={"size": 256})})
+    assert (distill.sample.t0, distill.private) == (guide.sample.t0, guide.private)
+    assert "base" not in tomllib.loads(recipe.to_toml()), "what a run keeps is whole"
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ('base = "absent.toml"', "absent.toml could not be read"),
+        ('base = "own.toml"', "builds on itself"),
+        ('base = "other.toml"', "builds on itself"),
+        ("base = 3", "base of recipe"),
+        ('base = "broken.toml"', "[runn] is not known; did you mean"),
+        ('base = "flat.toml"\n[run]\nseed = 1', "must be a section"),
+        ('base = "demo"\n[sample]\nm = 3', "sample.m is not known"),
+    ],
+)
+def test_a_base_that_cannot_be_is_refused_in_one_sentence(own, words, tmp_path):
+    written(tmp_path, own=own, other='base = "own.toml"', broken="[runn]\nseed = 1", flat="run = 3")
+    with pytest.raises(BadInput) as caught:
+        load(tmp_path / "own.toml")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,9 +1,7 @@
 """The estimates against the models: parameters and FLOPs exactly, memory as it is allocated, passes as they are run."""
 
 import gc
-import tomllib
 from dataclasses import replace
-from importlib import resources
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from straightdp.errors import BadInput
 from straightdp.flow.sampler import euler, guided
 from straightdp.nets.spaces import Pixels
-from straightdp.recipe import DpSgd, Recipe, Sd3
+from straightdp.recipe import DpSgd, Recipe, Sd3, load
 from straightdp.reproduce.experiment import read
 from straightdp.rivals.private_evolution import FlowPrior, evolve
 from straightdp.sd3 import estimates
@@ -283,10 +281,7 @@ def test_hours_are_flops_over_the_rate_and_bytes_follow_the_dtype():
 
 def test_the_defaults_are_those_of_the_recipes():
     def recipe(name: str) -> Recipe:
-        text = (resources.files("straightdp") / "recipes" / f"sd3-{name}.toml").read_text(encoding="utf-8")
-        tree = tomllib.loads(text)
-        tree["sd3"] = {"model": "x"}
-        return Recipe.model_validate(tree)
+        return load(f"sd3-{name}", ("sd3.model=x",))
 
     mine, frozen = Settings(), Sd3()
     for name in ("guide", "lora", "distill", "evolve"):

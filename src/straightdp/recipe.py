@@ -195,20 +195,37 @@ def model_name(model: str) -> str:
 
 def load(path: str | Path | None, settings: tuple[str, ...] = ()) -> Recipe:
     """Read a recipe (a file, a built-in name, or the defaults) and apply `section.key=value` settings in order."""
-    tree: dict[str, Any] = {}
-    if path is not None:
-        source = files("straightdp") / "recipes" / f"{path}.toml" if str(path) in BUILT_IN else Path(path)
-        try:
-            tree = tomllib.loads(source.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BadInput(
-                f"recipe {path} could not be read ({error.strerror}); give a TOML file, or one of {', '.join(BUILT_IN)}"
-            ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BadInput(f"recipe {path} is not valid TOML ({error}); mend that line") from None
+    tree: dict[str, Any] = {} if path is None else _read(path, ())
     for setting in settings:
         _apply(tree, setting)
     return parse(tree)
+
+
+def _read(path: str | Path, above: tuple[str, ...]) -> dict[str, Any]:
+    """A recipe as it is written, over the one that it names as its `base`. `above` are those that build on it."""
+    built_in = str(path) in BUILT_IN
+    source = files("straightdp") / "recipes" / f"{path}.toml" if built_in else Path(path)
+    own = str(path) if built_in else str(Path(path).resolve())
+    if own in above:
+        raise BadInput(f"recipe {path} builds on itself; take `base` out of one of {', '.join(above)}")
+    try:
+        tree = tomllib.loads(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(
+            f"recipe {path} could not be read ({error.strerror}); give a TOML file, or one of {', '.join(BUILT_IN)}"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"recipe {path} is not valid TOML ({error}); mend that line") from None
+    base = tree.pop("base", None)
+    _refuse_unknown_keys(tree)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise BadInput(f"base of recipe {path} is no recipe; name a TOML file, or one of {', '.join(BUILT_IN)}")
+    merged = _read(base if base in BUILT_IN or built_in else Path(path).parent / base, (*above, own))
+    for name, section in tree.items():
+        merged[name] = {**merged.get(name, {}), **section}
+    return merged
 
 
 def parse(tree: dict[str, Any]) -> Recipe:
