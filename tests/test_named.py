@@ -8,12 +8,11 @@ import torch
 
 from straightdp.cli import main
 from straightdp.errors import BadInput
-from straightdp.generator import Conditioning, Generator
+from straightdp.generator import Conditioning, Generator, synthesise
 from straightdp.moments.field import MomentModel
 from straightdp.nets.mmdit import MMDiT
-from straightdp.progress import quiet
 from straightdp.recipe import Net, Sample, load
-from test_generator import CAPTIONS, CLASSES, conditioning
+from test_generator import CAPTIONS, CLASSES, CPU, conditioning
 
 SECTION = Net(width=16, depth=1, heads=2, patch=4, caption_width=8, caption_length=3, vocabulary=16)
 FOUND = Sample(labels="found", jitter=0.3)
@@ -50,19 +49,19 @@ def test_a_picture_is_called_what_it_shows_whatever_was_asked_for():
 @pytest.mark.parametrize(
     ("side", "moments", "reason"), [(4, True, "at least 8 x 8"), (8, False, "needs released moments")]
 )
-def test_without_moments_or_pixels_enough_nothing_is_drawn(side, moments, reason):
-    generator, y = release(side, moments), torch.zeros(1, dtype=torch.int64)
+def test_without_moments_or_pixels_enough_nothing_is_drawn(side, moments, reason, monkeypatch):
+    monkeypatch.setattr(Generator, "draw", None)
     with pytest.raises(BadInput, match=reason):
-        generator.draw(y, FOUND, 0, quiet)
+        synthesise(release(side, moments), 1, FOUND, 0, CPU, compile=False)
     with pytest.raises(BadInput, match=reason):
-        generator.named(torch.zeros(1, 1, side, side), y, FOUND, 0)
+        release(side, moments).named(torch.zeros(1, 1, side, side), torch.zeros(1, dtype=torch.int64), FOUND, 0)
 
 
 def test_captions_that_share_a_class_are_not_told_apart():
     generator = release()
     generator.conditioning = Conditioning(CLASSES[:2], CAPTIONS, generator.conditioning.tokenizer, (0, 0, 1))
     with pytest.raises(BadInput, match="one caption a class"):
-        generator.draw(torch.zeros(1, dtype=torch.int64), FOUND, 0, quiet)
+        generator.check(FOUND)
 
 
 def test_a_control_is_named_by_its_own_means():

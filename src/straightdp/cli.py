@@ -160,8 +160,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 def _sample(options: argparse.Namespace) -> None:
     from straightdp.data import synthetic
-    from straightdp.generator import open_generator
-    from straightdp.progress import tracker
+    from straightdp.generator import open_generator, synthesise
     from straightdp.recipe import load
     from straightdp.team import pick_device
 
@@ -174,9 +173,7 @@ def _sample(options: argparse.Namespace) -> None:
     _refuse_what_leaks(options.release)
     stored = [f"sample.{k}={_quoted(v) if isinstance(v, str) else v}" for k, v in generator.sample.model_dump().items()]
     section = load(None, (*stored, *options.settings)).sample
-    y = generator.prompts(options.n, device)
-    z = generator.draw(y, section, options.seed, tracker("sample"), compile=device.type == "cuda")
-    y = generator.named(z, y, section, options.seed)
+    z, y = synthesise(generator, options.n, section, options.seed, device, compile=device.type == "cuda")
     synthetic.write(options.out, z, y, generator.conditioning.names, generator.conditioning.captions)
     print(f"{options.n} records in {options.out}")
 

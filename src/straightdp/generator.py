@@ -17,20 +17,21 @@ from straightdp.flow.fit import step_generator
 from straightdp.flow.jitter import jitter
 from straightdp.flow.path import noise_like
 from straightdp.flow.sampler import Network, euler, guided
-from straightdp.metrics.probe import Predict, fit_on_batches
 from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.backbone import Backbone
 from straightdp.nets.captions import CaptionIds, Tokenizer
+from straightdp.nets.classifiers import SMALLEST, LeNet, Predict, fit_classifier
 from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Codes, Pixels, Space
 from straightdp.nets.velocity import VelocityNet
-from straightdp.recipe import RIVALS, Evaluate, Latent, Net, Rival, Sample
+from straightdp.progress import tracker
+from straightdp.recipe import RIVALS, Latent, Net, Rival, Sample
 from straightdp.rivals import matching
 
 AUTOENCODER = "autoencoder."  # what its weights' names begin with
 MANY = 50_000  # images: compiling takes half a minute on an H200, which fewer do not win back by our reckoning
-SMALLEST = 8  # pixels that a classifier of ours needs each way
+LESSONS, LESSON = 1_500, 128  # steps, and pictures a step, of the classifier that finds names
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,16 @@ def open_generator(release: Path, device: torch.device, backbone: Backbone | Non
 
         return Sd3Generator.load(release, device, backbone if isinstance(backbone, Sd3Backbone) else None)
     return Generator.load(release, device)
+
+
+def synthesise(
+    generator: Generator | RivalGenerator, n: int, section: Sample, seed: int, device: torch.device, *, compile: bool
+) -> tuple[Tensor, Tensor]:
+    """n images in [-1, 1], and the captions that they are published under."""
+    generator.check(section)
+    asked = generator.prompts(n, device)
+    images = generator.draw(asked, section, seed, tracker("sample"), compile=compile)
+    return images, generator.named(images, asked, section, seed)
 
 
 def damaged(release: Path, error: Exception) -> BadInput:
@@ -188,20 +199,18 @@ class Generator:
 
     def _classifier(self, moments: MomentModel, section: Sample, seed: int, device: torch.device) -> Predict:
         """It learns captions from the release's own draws, moved like all draws: nothing private is asked."""
-        evaluate, prior = Evaluate(), moments.prior.to(device)
+        prior = moments.prior.to(device)
 
         def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-            y = torch.multinomial(prior, evaluate.probe_batch, replacement=True, generator=generator)
+            y = torch.multinomial(prior, LESSON, replacement=True, generator=generator)
             images = self._space.decode(moments.sample(y, generator).reshape(len(y), *self.net.shape))
             return jitter(images, section.jitter, generator), y
 
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-            return fit_on_batches(batch, self.image, len(prior), evaluate, seed, device)
+            return fit_classifier(lambda: LeNet(self.image, len(prior)), batch, LESSONS, seed, device)
 
     def check(self, section: Sample) -> None:
-        """Refuse, before anything is drawn, settings that this release has nothing for."""
-        if section.port != "weights" and self.moments is None:
-            raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
+        """Refuse names that this release could not find."""
         if section.labels == "found":
             if self.moments is None:
                 raise BadInput("sample.labels = 'found' needs released moments, and this release has none")
@@ -210,7 +219,8 @@ class Generator:
     @torch.no_grad()
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
         """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. `compile`: where there are MANY of them."""
-        self.check(section)
+        if section.port != "weights" and self.moments is None:
+            raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
         compile = compile and len(y) >= MANY
         network = Compiled(half(self.net), enabled=compile)
         moments = None if self.moments is None else self._tilted(self.moments, section.tilt, seed)
@@ -313,7 +323,6 @@ class RivalGenerator:
 
     def named(self, images: Tensor, y: Tensor, section: Sample, seed: int) -> Tensor:
         """The classes y that the images were drawn under."""
-        self.check(section)
         return y
 
     def check(self, section: Sample) -> None:
@@ -324,7 +333,6 @@ class RivalGenerator:
     def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
         """Images in [-1, 1] for classes y, (n, C, H, W), on the CPU. An evolved population is gone through in order,
         as often as it takes."""
-        self.check(section)
         released = self._released()
         if isinstance(released, Tensor):
             population = released.cpu()

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from straightdp.nets.classifiers import LeNet, ResidualNet
+from straightdp.nets.classifiers import LeNet, Predict, ResidualNet, fit_classifier
 from straightdp.recipe import Evaluate
-
-Predict = Callable[[Tensor], Tensor]
-"""Images in [-1, 1] to labels."""
-
-Batch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
-"""Some pictures and their labels, by a generator's draws."""
 
 PROBES = {"LeNet": LeNet, "residual net": ResidualNet}  # the second is stronger
 
@@ -30,38 +21,7 @@ def fit_probe(
         rows = torch.randint(len(z), (section.probe_batch,), generator=generator, device=device)
         return z[rows], y[rows]
 
-    return fit_on_batches(batch, tuple(z.shape[1:]), classes, section, seed, device, probe)  # type: ignore[arg-type]
-
-
-def fit_on_batches(
-    batch: Batch,
-    shape: tuple[int, int, int],
-    classes: int,
-    section: Evaluate,
-    seed: int,
-    device: torch.device,
-    probe: str = "LeNet",
-) -> Predict:
-    """Train the probe on pictures of that shape as they are made. One fixed recipe: Adam 1e-3, cosine decay."""
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        net = PROBES[probe](shape, classes).to(device)
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, section.probe_steps)
-    for _ in range(section.probe_steps):
-        z, y = batch(generator)
-        optimizer.zero_grad(set_to_none=True)
-        F.cross_entropy(net(z), y).backward()
-        optimizer.step()
-        schedule.step()
-    net.eval()
-
-    @torch.no_grad()
-    def predict(batch: Tensor) -> Tensor:
-        return net(batch.to(device)).argmax(dim=1)
-
-    return predict
+    return fit_classifier(lambda: PROBES[probe](tuple(z.shape[1:]), classes), batch, section.probe_steps, seed, device)  # type: ignore[arg-type]
 
 
 def agreement(predict: Predict, z: Tensor, y: Tensor) -> float:

@@ -1,10 +1,20 @@
-"""Small classifiers used as probes."""
+"""Small classifiers of pictures, and how they learn."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+SMALLEST = 8  # pixels that they need each way
+
+Predict = Callable[[Tensor], Tensor]
+"""Images in [-1, 1] to labels."""
+
+Batch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
+"""Some pictures and their labels, by a generator's draws."""
 
 
 class LeNet(nn.Module):
@@ -58,3 +68,26 @@ class _Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         return F.relu(self.shortcut(x) + inner)
+
+
+def fit_classifier(make: Callable[[], nn.Module], batch: Batch, steps: int, seed: int, device: torch.device) -> Predict:
+    """Train a new network on pictures as they are made. One fixed recipe: Adam 1e-3, cosine decay."""
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        net = make().to(device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        z, y = batch(generator)
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(net(z), y).backward()
+        optimizer.step()
+        schedule.step()
+    net.eval()
+
+    @torch.no_grad()
+    def predict(images: Tensor) -> Tensor:
+        return net(images.to(device)).argmax(dim=1)
+
+    return predict

@@ -16,7 +16,8 @@ from straightdp.metrics.frechet import frechet_between
 from straightdp.metrics.label_aware import per_class_frechet
 from straightdp.metrics.neighbours import nearest
 from straightdp.metrics.precision_recall import precision_recall
-from straightdp.metrics.probe import Predict, agreement
+from straightdp.metrics.probe import agreement
+from straightdp.nets.classifiers import Predict
 from straightdp.privacy.mechanisms import RowSum
 
 Fit = Callable[[Tensor, Tensor], Predict]

@@ -20,8 +20,9 @@ from straightdp.metrics import inception
 from straightdp.metrics.image_encoder import find_encoder
 from straightdp.metrics.label_aware import mean_of
 from straightdp.metrics.linear_probe import fit_linear
-from straightdp.metrics.probe import PROBES, Predict, fit_probe
+from straightdp.metrics.probe import PROBES, fit_probe
 from straightdp.moments.field import MomentModel
+from straightdp.nets.classifiers import SMALLEST, Predict
 from straightdp.progress import tracker
 from straightdp.recipe import Recipe
 from straightdp.stages.inputs import Inputs
@@ -71,7 +72,7 @@ def run(inputs: Inputs) -> None:
     """Write `private/evaluation.json` and, of images, `private/neighbours.safetensors`."""
     folder, measures = inputs.folder, inputs.intake.measures
     body: dict = {"holdout_n": measures.holdout_n, "scores": [], "left_out": []}
-    if not measures.enough or inputs.public.shape[0] not in (1, 3) or min(inputs.public.shape[1:]) < 8:
+    if not measures.enough or inputs.public.shape[0] not in (1, 3) or min(inputs.public.shape[1:]) < SMALLEST:
         folder.neighbours.unlink(missing_ok=True)
         body["left_out"].append(NO_HOLDOUT)
         write_text(folder.evaluation, json.dumps(body, indent=1))

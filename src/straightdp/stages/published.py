@@ -17,6 +17,7 @@ from straightdp.generator import open_generator
 from straightdp.metrics import inception
 from straightdp.metrics.frechet import frechet, moments, reference
 from straightdp.metrics.probe import PROBES, agreement, fit_probe
+from straightdp.nets.classifiers import SMALLEST
 from straightdp.progress import tracker
 from straightdp.recipe import Evaluate
 from straightdp.team import pick_device
@@ -42,7 +43,7 @@ def evaluate_release(release: Path, against: str | None, section: Evaluate) -> s
         raise BadInput(f"{release} is not a release: synthetic is missing")
     verdict = replay(release)
     lines = [verdict.text, ""]
-    if image[0] not in (1, 3) or min(image[1:]) < 8:
+    if image[0] not in (1, 3) or min(image[1:]) < SMALLEST:
         return "\n".join([*lines, "Not images of at least 8 pixels: nothing else is measured.", LEFT_OUT])
     z, y = synthetic.read(release / "synthetic", image, classes)
     counts = torch.bincount(y, minlength=len(classes))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from straightdp.data import synthetic
-from straightdp.generator import check_names, open_generator
-from straightdp.progress import tracker
+from straightdp.generator import check_names, open_generator, synthesise
 from straightdp.stages.inputs import Inputs
 from straightdp.stages.public import settled_sample
 
@@ -19,7 +18,5 @@ def run(inputs: Inputs) -> None:
     """Write `release/synthetic`."""
     generator = open_generator(inputs.folder.release, inputs.device, inputs.backbone)
     section = settled_sample(inputs)
-    y = generator.prompts(section.n, inputs.device)
-    z = generator.draw(y, section, inputs.recipe.run.seed, tracker("sample"), compile=inputs.compile)
-    y = generator.named(z, y, section, inputs.recipe.run.seed)
+    z, y = synthesise(generator, section.n, section, inputs.recipe.run.seed, inputs.device, compile=inputs.compile)
     synthetic.write(inputs.folder.synthetic, z, y, generator.conditioning.names, generator.conditioning.captions)
