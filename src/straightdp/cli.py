@@ -143,12 +143,13 @@ def _holds_runs(path: Path) -> bool:
 
 def _audit(options: argparse.Namespace) -> int:
     from straightdp.audits import attack
+    from straightdp.audits.findings import table
 
     recipe = _load_recipe(options)
     if options.report is not None:
         attack.check_report(recipe, options.report)
     found = attack.audit(recipe, options.out)
-    print(attack.table(found))
+    print(table(found))
     if options.report is not None:
         attack.add_to_report(found, options.report)
     print(f"Kept in {options.out / 'private' / 'audit.json'}; the whole folder is internal.")
