@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from straightdp.audits import findings
 from straightdp.files import write_durably
 from straightdp.reproduce import plots
 from straightdp.reproduce.experiment import read
@@ -63,6 +64,10 @@ class Page:
         """A file of results of another shape."""
         return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
 
+    def rows(self, name: str) -> dict:
+        """The results of a file by the row that asked for them."""
+        return {body["row"].partition(": ")[2]: body for body in self.kept(name).values()}
+
 
 def runs(origins: Sequence[Origin]) -> str:
     """Which commit and device each row, budget and seed is of."""
@@ -89,10 +94,17 @@ def said(values: Iterable[float]) -> str:
     return compared(list(values), "", 3).ours
 
 
+def attacks(runs: dict[str, dict]) -> str:
+    """An audit's own table, of what is kept of its runs."""
+    return findings.table({name: findings.Findings.read(run) for name, run in runs.items()})
+
+
 def filled(words: str, asked: Page) -> str:
     """A page's words with their figures."""
     made = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    methods = {"table": asked.table, "picture": asked.picture, "kept": asked.kept, "folded": folded, "said": said}
+    asked_for = {"table": asked.table, "picture": asked.picture, "kept": asked.kept, "rows": asked.rows}
+    methods = asked_for | {"folded": folded, "said": said, "attacks": attacks}
+    made.tests["contains"] = lambda whole, part: part in whole
     template = made.from_string((HERE / words).read_text(encoding="utf-8"))
     return template.render(methods | {"INTERNAL": INTERNAL, "LEGEND": LEGEND})
 
