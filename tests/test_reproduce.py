@@ -122,6 +122,7 @@ def test_a_bad_file_is_refused_in_one_sentence_and_nothing_is_written(what, file
         (["table1", "--set", "privacy.epsilon=2"], "give --epsilons instead"),
         (["table1", "--set", "run.seed=2"], "give --seeds instead"),
         (["table1", "--set", "dpsgd.plan=tha"], "tells rows of this table apart"),
+        (["table1", "--set", "dpsgd.steps = 0"], "tells rows of this table apart"),
         (["table1", "--set", "nett.width=2"], "did you mean 'net'?"),
         (["table1", "--processes", "0"], "--processes must be at least 1"),
         (["table1", "--submit"], "--slurm FILE"),
@@ -133,6 +134,15 @@ def test_a_bad_command_is_refused_too(words, expected, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stage_that_a_row_leaves_out_stays_out_whatever_the_others_are_given(tmp_path, capsys):
+    words = ["--model", "a/model", "--seeds", "0", "--set", "dpsgd.steps=200", "--out", str(tmp_path), "--dry-run"]
+    assert main(["reproduce", "table3", *words]) == 0
+    assert "table3: uniform DP-SGD, ε = 2" in capsys.readouterr().out
+    jobs = jobs_of(read("table3"), seeds=(0,), given=Given(("dpsgd.steps=200",), FROZEN.frozen))
+    steps = {Path(job.recipe).stem: job.loaded.dpsgd.steps for job in jobs}
+    assert (steps["sd3-guide"], steps["sd3-lora"], steps["sd3-distill"]) == (0, 200, 200)
 
 
 def test_a_file_of_results_that_is_broken_is_named(tmp_path, capsys):

@@ -149,17 +149,12 @@ def check_chosen(
     for key, cure in (("privacy.epsilon", "--epsilons"), ("run.seed", "--seeds"), ("privacy.pinned_key", "no key")):
         if any(setting.partition("=")[0].strip() == key for setting in given):
             raise BadInput(f"{key} is every row's own and cannot be set for all of them; give {cure} instead")
-    told = {
-        setting.partition("=")[0]
-        for one in experiments
-        for _, row in one.rows()
-        if row.ratio is None
-        for setting in row.runs().settings
-    }
-    for setting in given:
-        if (key := setting.partition("=")[0].strip()) in told:
-            raise BadInput(f"{key} tells rows of this table apart and cannot be set for all of them; leave it out")
     every = [(panel, row) for one in experiments for panel, row in one.rows() if row.ratio is None]
+    own = {setting for _, row in every for setting in row.runs().settings}
+    for setting in given:
+        if any(_belies(setting, one) for one in own):
+            key = setting.partition("=")[0].strip()
+            raise BadInput(f"{key} tells rows of this table apart and cannot be set for all of them; leave it out")
     names = {row.name for _, row in every}
     budgets = {epsilon for panel, row in every for epsilon in panel.budgets(row)}
     for name in rows:
@@ -168,6 +163,15 @@ def check_chosen(
     for epsilon in epsilons:
         if epsilon not in budgets:
             raise BadInput(f"there is no ε = {epsilon:g}; there is {', '.join(f'{e:g}' for e in sorted(budgets))}")
+
+
+def _belies(given: str, own: str) -> bool:
+    """Whether a setting for all rows takes away what a row's own setting tells. A stage that a row leaves out stays
+    out, however many steps the others' is given."""
+    key, _, value = (part.strip() for part in given.partition("="))
+    own_key, _, own_value = own.partition("=")
+    leaves_out = own_key.endswith(".steps") and own_value == "0"
+    return key == own_key and not (leaves_out and value != "0")
 
 
 def _hash(*parts: object) -> str:
