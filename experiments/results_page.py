@@ -68,6 +68,12 @@ class Page:
         """The results of a file by the row that asked for them."""
         return {body["row"].partition(": ")[2]: body for body in self.kept(name).values()}
 
+    def took(self, name: str, setting: str, stages: Sequence[str]) -> str:
+        """From the least to the most seconds of these stages, of a file's runs with that setting on a GPU."""
+        runs = (run for run in self.kept(name).values() if setting in run["settings"] and "CPU" not in run["device"])
+        seconds = [sum(run["seconds"][stage] for stage in stages) for run in runs]
+        return f"{min(seconds):.0f} to {max(seconds):.0f}"
+
 
 def runs(origins: Sequence[Origin]) -> str:
     """Which commit and device each row, budget and seed is of."""
@@ -102,9 +108,8 @@ def attacks(runs: dict[str, dict]) -> str:
 def filled(words: str, asked: Page) -> str:
     """A page's words with their figures."""
     made = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    asked_for = {"table": asked.table, "picture": asked.picture, "kept": asked.kept, "rows": asked.rows}
-    methods = asked_for | {"folded": folded, "said": said, "attacks": attacks}
-    made.tests["contains"] = lambda whole, part: part in whole
+    asked_for = (asked.table, asked.picture, asked.kept, asked.rows, asked.took)
+    methods = {method.__name__: method for method in (*asked_for, folded, said, attacks)}
     template = made.from_string((HERE / words).read_text(encoding="utf-8"))
     return template.render(methods | {"INTERNAL": INTERNAL, "LEGEND": LEGEND})
 

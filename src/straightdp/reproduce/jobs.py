@@ -168,8 +168,7 @@ def check_chosen(
 def _belies(given: str, own: str) -> bool:
     """Whether a setting for all rows takes away what a row's own setting tells. A stage that a row leaves out stays
     out, however many steps the others' is given."""
-    key, _, value = (part.strip() for part in given.partition("="))
-    own_key, _, own_value = own.partition("=")
+    (key, _, value), (own_key, _, own_value) = ([part.strip() for part in one.partition("=")] for one in (given, own))
     leaves_out = own_key.endswith(".steps") and own_value == "0"
     return key == own_key and not (leaves_out and value != "0")
 
