@@ -137,12 +137,15 @@ def test_a_bad_command_is_refused_too(words, expected, tmp_path, capsys):
 
 
 def test_a_stage_that_a_row_leaves_out_stays_out_whatever_the_others_are_given(tmp_path, capsys):
-    words = ["--model", "a/model", "--seeds", "0", "--set", "dpsgd.steps=200", "--out", str(tmp_path), "--dry-run"]
-    assert main(["reproduce", "table3", *words]) == 0
+    given = ("dpsgd.steps=200", "distill.steps = 400")
+    words = ["--model", "a/model", "--seeds", "0", "--out", str(tmp_path), "--dry-run"]
+    assert main(["reproduce", "table3", *words, *(word for one in given for word in ("--set", one))]) == 0
     assert "table3: uniform DP-SGD, ε = 2" in capsys.readouterr().out
-    jobs = jobs_of(read("table3"), seeds=(0,), given=Given(("dpsgd.steps=200",), FROZEN.frozen))
-    steps = {Path(job.recipe).stem: job.loaded.dpsgd.steps for job in jobs}
-    assert (steps["sd3-guide"], steps["sd3-lora"], steps["sd3-distill"]) == (0, 200, 200)
+    jobs = jobs_of(read("table3"), seeds=(0,), given=Given(given, FROZEN.frozen))
+    steps = {Path(job.recipe).stem: (job.loaded.distill.steps, job.loaded.dpsgd.steps) for job in jobs}
+    assert steps["sd3-guide"] == (0, 0)
+    assert steps["sd3-lora"] == (0, 200)
+    assert steps["sd3-distill"] == (400, 200)
 
 
 def test_a_file_of_results_that_is_broken_is_named(tmp_path, capsys):

@@ -15,6 +15,7 @@ from straightdp.errors import BadInput, nearest
 from straightdp.recipe import BUILT_IN, Recipe, load
 from straightdp.reproduce.experiment import ROOM, Experiment, Panel, Row
 
+STAGE_STEPS = ("pretrain.steps", "distill.steps", "dpsgd.steps")  # of stages that a recipe leaves out with 0
 MOVED = ("experiments", "src/straightdp/recipes")  # under which older results name a built-in recipe
 
 
@@ -128,18 +129,32 @@ def jobs_of(
 def job_of(
     experiment: Experiment, panel: Panel, row: Row, epsilon: float, seed: int, given: Given = NOTHING_GIVEN
 ) -> Job:
-    """What is given changes every run, but not what makes a row what it is."""
+    """What is given changes every run, but not what makes a row what it is: its own settings come last, and a stage that
+    its recipe leaves out stays out."""
     method = row.runs()
-    common = (*experiment.settings, *given.to(method.recipe))
     own = (*panel.settings, *method.settings, f"privacy.epsilon={float(epsilon)}", f"run.seed={seed}")
-    job = Job(method.recipe, (*common, *own), method.command, method.noise, experiment.name, row.name)
+    steps, others = _parted(given.to(method.recipe))
     try:
+        before = load(recipe_source(method.recipe), (*experiment.settings, *others, *own))
+        steps = [one for one in steps if getattr(before, one.partition(".")[0].strip()).steps]
+        settings = (*experiment.settings, *others, *steps, *own)
+        job = Job(method.recipe, settings, method.command, method.noise, experiment.name, row.name)
         loaded = job.loaded
     except BadInput as error:
-        raise BadInput(f"{job.shown}: {error}") from None
+        raise BadInput(f"{experiment.name}: {row.name}: {error}") from None
     if is_frozen(method.recipe) and not loaded.sd3.model:
         raise BadInput(f"{job.shown}: no frozen model was named; give --model")
     return job
+
+
+def _parted(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings that give a stage steps, and the others."""
+    steps: list[str] = []
+    others: list[str] = []
+    for setting in given:
+        key, _, value = (part.strip() for part in setting.partition("="))
+        (steps if key in STAGE_STEPS and value != "0" else others).append(setting)
+    return steps, others
 
 
 def check_chosen(
@@ -169,7 +184,7 @@ def _belies(given: str, own: str) -> bool:
     """Whether a setting for all rows takes away what a row's own setting tells. A stage that a row leaves out stays
     out, however many steps the others' is given."""
     (key, _, value), (own_key, _, own_value) = ([part.strip() for part in one.partition("=")] for one in (given, own))
-    leaves_out = own_key.endswith(".steps") and own_value == "0"
+    leaves_out = own_key in STAGE_STEPS and own_value == "0"
     return key == own_key and not (leaves_out and value != "0")
 
 

@@ -54,6 +54,7 @@ TEX = {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "ε": r"$\varepsilon$",
+    "σ": r"$\sigma$",
     "δ": r"$\delta$",
     "τ": r"$\tau$",
     "ρ": r"$\rho$",
