@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
+from sd3_prior import given
 
 from straightdp.audits import findings
 from straightdp.files import write_durably
 from straightdp.reproduce import plots
 from straightdp.reproduce.experiment import read
 from straightdp.reproduce.figures import INTERNAL
-from straightdp.reproduce.jobs import Given
 from straightdp.reproduce.notes import LEGEND, Origin, extent, origins_of
 from straightdp.reproduce.render import markdown_picture, markdown_table
 from straightdp.reproduce.results import Results
@@ -27,7 +27,7 @@ from straightdp.reproduce.tables import Cell, Line, Table, compared, tables_of
 
 HERE = Path(__file__).parent
 README_TABLE = ("<!-- made by experiments/results_page.py -->\n", "<!-- made so far -->\n")
-GIVEN = Given(frozen=('sd3.model="MODEL"',))
+GIVEN = given("runs/prior")  # to tables of a frozen model
 
 
 class Page:
