@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from straightdp.compiled import Compiled
+from straightdp.compiled import Compiled, Speed
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.trainer import record_losses
 
@@ -69,21 +69,21 @@ def plain_graph(case: Case) -> Contender:
     def gradients(*batch: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(work.losses(*batch).mean(), work.parameters)
 
-    compiled = Compiled(gradients, enabled=True)
+    compiled = Compiled(gradients, speed="compiled")
     return Contender(lambda: work.update(compiled(*work.batch)), work.parameters, f"{_arithmetic(work)}, whole batch")
 
 
 def ours_eager(case: Case) -> Contender:
-    return _ours(case, compile=False)
+    return _ours(case, speed="plain")
 
 
 def ours_compiled(case: Case) -> Contender:
-    return _ours(case, compile=True)
+    return _ours(case, speed="compiled")
 
 
-def _ours(case: Case, *, compile: bool) -> Contender:
+def _ours(case: Case, *, speed: Speed) -> Contender:
     work = Work(case)
-    engine = ClippingEngine(work.net, work.losses, case.clip, compile=compile)
+    engine = ClippingEngine(work.net, work.losses, case.clip, speed=speed)
     engine.preflight(tuple(x[:2] for x in work.batch))
     mask = torch.ones(case.micro_batch, device=work.device)
     flat = torch.zeros(sum(p.numel() for p in work.parameters), device=work.device)

@@ -20,6 +20,7 @@ from cases import Work, paper
 from torch import Tensor
 from turns import add_turns, preparing, turn
 
+from straightdp.compiled import fastest
 from straightdp.dpsgd.clipping import ClippingEngine, clip_factor, gradient_norms
 from straightdp.dpsgd.factors import Factor, Outer
 
@@ -62,7 +63,7 @@ def main() -> int:
     with preparing(arguments.turns):
         work = Work(case)
         engine = ClippingEngine(work.net, work.losses, case.clip)
-        compiled = ClippingEngine(work.net, work.losses, case.clip, compile=arguments.device == "cuda")
+        compiled = ClippingEngine(work.net, work.losses, case.clip, speed=fastest(arguments.device))
         for one in (engine, compiled):
             one.preflight(tuple(x[:2] for x in work.batch))
         compiled(work.batch, torch.ones(BATCH, device=work.device))

@@ -92,10 +92,10 @@ def main() -> int:
     case = replace(paper(), device="cuda", records=arguments.records, micro_batch=arguments.records)
     with preparing(arguments.turns):
         work = Work(case)
-        engine = ClippingEngine(work.net, work.losses, case.clip, compile=True)
+        engine = ClippingEngine(work.net, work.losses, case.clip, speed="compiled")
         engine.preflight(tuple(x[:2] for x in work.batch))
         mask = torch.ones(case.records, device="cuda")
-        plain = Compiled(lambda *b: torch.autograd.grad(work.losses(*b).mean(), work.parameters), enabled=True)
+        plain = Compiled(lambda *b: torch.autograd.grad(work.losses(*b).mean(), work.parameters), speed="compiled")
         steps = {"non-private": lambda: plain(*work.batch), "DP": lambda: engine(work.batch, mask)}
         for step in steps.values():
             step()

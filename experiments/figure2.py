@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from straightdp.compiled import fastest
 from straightdp.data.sources import load
 from straightdp.dpsgd.planner import BETAS, edges, profile, shaped
 from straightdp.flow.fit import step_generator
@@ -35,7 +36,10 @@ def space_of(recipe: Recipe, public, device: torch.device) -> Space:
         return Pixels(public.shape)
     with tempfile.TemporaryDirectory() as work:
         x = public.z().to(device)
-        return Codes(fit_autoencoder(recipe, x, compile=x.is_cuda, checkpoint=Path(work) / "autoencode.pt"), device)
+        return Codes(
+            fit_autoencoder(recipe, x, speed=fastest(device), checkpoint=Path(work) / "autoencode.pt"),
+            device,
+        )
 
 
 def measure(recipe: Recipe, source: str, device: torch.device) -> dict:

@@ -47,7 +47,7 @@ def engines() -> tuple[ClippingEngine, ClippingEngine]:
     def losses(x, y):
         return net(x, y).square().sum(dim=(1, 2))
 
-    pair = ClippingEngine(net, losses, 0.5), ClippingEngine(net, losses, 0.5, compile=True)
+    pair = ClippingEngine(net, losses, 0.5), ClippingEngine(net, losses, 0.5, speed="compiled")
     for engine in pair:
         engine.preflight(batch_of(3))
     return pair
@@ -102,7 +102,7 @@ def test_what_is_refused_is_refused_when_compiled_too():
     def losses(x):
         return (net["a"](x) + (net["b"](x) if len(x) == 3 else 0)).square().sum(dim=1)
 
-    engine = ClippingEngine(net, losses, 1.0, compile=True)
+    engine = ClippingEngine(net, losses, 1.0, speed="compiled")
     engine._checked = engine._condition()
     with pytest.raises(BadInput, match=r"b\.weight"):
         engine((torch.randn(4, 6),), torch.ones(4))
@@ -133,7 +133,7 @@ def compiler(monkeypatch) -> Compiler:
 
 
 def test_a_pass_that_is_known_to_lose_gradients_is_off(compiler):
-    Compiled(lambda x: 2 * x, enabled=True)(torch.ones(3))
+    Compiled(lambda x: 2 * x, speed="compiled")(torch.ones(3))
     assert compiler.options["triton.mix_order_reduction"] is False
 
 
@@ -144,7 +144,7 @@ def test_each_set_of_shapes_and_types_is_traced_once(compiler):
         runs.append(x.shape)
         return 2 * x
 
-    step = Compiled(twice, enabled=True)
+    step = Compiled(twice, speed="compiled")
     for x in (torch.ones(3), torch.ones(4), torch.ones(3), torch.ones(3).double(), torch.ones(4), torch.ones(3, 1)):
         torch.testing.assert_close(step(x), 2 * x, rtol=0, atol=0)
     assert len(compiler.graphs) == 4
@@ -157,7 +157,7 @@ def test_the_traced_graph_reads_parameters_at_every_call(compiler):
     def gradient(x):
         return torch.autograd.grad((weight.square() * x).sum(), [weight])[0]
 
-    step = Compiled(gradient, enabled=True)
+    step = Compiled(gradient, speed="compiled")
     x = torch.tensor([1.0, 2.0, 3.0])
     torch.testing.assert_close(step(x), 2 * x)
     with torch.no_grad():
@@ -178,9 +178,10 @@ def test_disabled_it_is_the_function_itself(monkeypatch):
         return "what the function returns"
 
     x = torch.ones(3)
-    assert Compiled(function, enabled=False)(x, x) == "what the function returns"
-    assert given == [(x, x)]
-    assert given[0][0] is x
+    for speed in ("plain", "captured"):  # on a CPU nothing can be captured
+        assert Compiled(function, speed=speed)(x, x) == "what the function returns"
+    assert len(given) == 2
+    assert all(one is x for inputs in given for one in inputs)
 
 
 @pytest.mark.parametrize("message", ["no compiler here\nand much more", ""])
@@ -193,7 +194,7 @@ def test_where_it_cannot_compile_the_function_itself_runs_with_a_warning(monkeyp
         return fail() if when == "at once" else fail
 
     monkeypatch.setattr(torch, "compile", compile)
-    step = Compiled(lambda x: 2 * x, enabled=True)
+    step = Compiled(lambda x: 2 * x, speed="compiled")
     with pytest.warns(UserWarning, match="not compiled, so slower") as caught:
         assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))
     assert "\n" not in str(caught[0].message)
@@ -210,8 +211,8 @@ def test_an_engine_that_cannot_be_compiled_gives_the_plain_sum(monkeypatch):
     torch.manual_seed(0)
     net = Small()
     sums = []
-    for compile in (False, True):
-        engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, compile=compile)
+    for speed in ("plain", "compiled"):
+        engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, speed=speed)
         engine.preflight(batch_of(3))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -221,7 +222,7 @@ def test_an_engine_that_cannot_be_compiled_gives_the_plain_sum(monkeypatch):
 
 def test_what_is_wrong_when_compiled_runs_plainly_with_a_warning(compiler):
     compiler.errs = True
-    step = Compiled(lambda x: (2 * x, -x), enabled=True)
+    step = Compiled(lambda x: (2 * x, -x), speed="compiled")
     with pytest.warns(UserWarning, match=r"wrong when compiled \(off by 0\.5 of its length\)"):
         one, two = step(torch.ones(3))
     assert torch.equal(one, torch.full((3,), 2.0))
@@ -233,12 +234,12 @@ def test_what_is_wrong_when_compiled_runs_plainly_with_a_warning(compiler):
 def test_what_is_not_finite_when_compiled_runs_plainly(monkeypatch, value):
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda x: x * value)
     with pytest.warns(UserWarning, match="wrong when compiled"):
-        assert torch.equal(Compiled(lambda x: 2 * x, enabled=True)(torch.ones(3)), torch.full((3,), 2.0))
+        assert torch.equal(Compiled(lambda x: 2 * x, speed="compiled")(torch.ones(3)), torch.full((3,), 2.0))
 
 
 def test_what_goes_wrong_later_is_seen(compiler):
     weight = torch.ones(3)
-    step = Compiled(lambda x: weight * x, enabled=True)
+    step = Compiled(lambda x: weight * x, speed="compiled")
     step(torch.ones(3))
     assert step.off() < 1e-6
     weight.mul_(7)
@@ -255,7 +256,7 @@ def test_nothing_of_an_input_is_seen_until_the_step_is_compiled_and_checked(comp
         return x * ids
 
     x, ids = torch.full((3,), 5.0), torch.tensor([1, 2, 3])
-    assert torch.equal(Compiled(function, enabled=True)(x, ids), x * ids)
+    assert torch.equal(Compiled(function, speed="compiled")(x, ids), x * ids)
     *before, last = compiler.given
     assert torch.equal(last[0], x)
     for values, numbers in before:
@@ -274,7 +275,7 @@ def test_an_engine_is_checked_on_some_records_and_refuses_to_go_on_when_it_errs(
         sizes.append(len(x))
         return net(x, y).square().sum(dim=(1, 2))
 
-    engine = ClippingEngine(net, losses, 0.5, compile=True)
+    engine = ClippingEngine(net, losses, 0.5, speed="compiled")
     engine.preflight(batch_of(3))
     sizes.clear()
     engine(batch_of(300), torch.ones(300))
@@ -303,7 +304,7 @@ def test_a_sum_that_is_wrong_is_seen_beside_norms_that_are_long_and_right(monkey
         return run
 
     monkeypatch.setattr(torch, "compile", compile)
-    engine = ClippingEngine(net, losses, 0.5, compile=True)
+    engine = ClippingEngine(net, losses, 0.5, speed="compiled")
     engine.preflight(batch_of(3))
     with pytest.warns(UserWarning, match=r"wrong when compiled \(off by 0\.2 "):
         engine(batch_of(20), torch.ones(20))
@@ -312,7 +313,7 @@ def test_a_sum_that_is_wrong_is_seen_beside_norms_that_are_long_and_right(monkey
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
 def test_a_mask_of_any_type_will_do(compiler, dtype):
     net = Small()
-    engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, compile=True)
+    engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, speed="compiled")
     engine.preflight(batch_of(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -321,7 +322,7 @@ def test_a_mask_of_any_type_will_do(compiler, dtype):
 
 def test_weights_that_are_not_finite_are_no_fault_of_the_compiler(compiler):
     net = Small()
-    engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, compile=True)
+    engine = ClippingEngine(net, lambda x, y: net(x, y).square().sum(dim=(1, 2)), 0.5, speed="compiled")
     engine.preflight(batch_of(3))
     engine(batch_of(20), torch.ones(20))
     with torch.no_grad():

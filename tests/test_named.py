@@ -52,7 +52,7 @@ def test_a_picture_is_called_what_it_shows_whatever_was_asked_for():
 def test_without_moments_or_pixels_enough_nothing_is_drawn(side, moments, reason, monkeypatch):
     monkeypatch.setattr(Generator, "draw", None)
     with pytest.raises(BadInput, match=reason):
-        synthesise(release(side, moments), 1, FOUND, 0, CPU, compile=False)
+        synthesise(release(side, moments), 1, FOUND, 0, CPU, speed="plain")
     with pytest.raises(BadInput, match=reason):
         release(side, moments).named(torch.zeros(1, 1, side, side), torch.zeros(1, dtype=torch.int64), FOUND, 0)
 

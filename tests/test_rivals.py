@@ -195,8 +195,8 @@ def test_a_compiled_match_is_the_plain_one(name, tmp_path):
     target = ALL[name].class_sums(uniform(30, seed=5).reshape(CLASSES, -1, D)) / 30
     given = {"shape": (1, 1, D), "hidden": 16, "code": 3, "steps": 8, "batch": 12, "seed": 0, "track": quiet}
     nets = []
-    for on in (False, True):
-        nets.append(match(ALL[name], target, checkpoint=tmp_path / str(on), compile=on, **given).state_dict())
+    for speed in ("plain", "compiled"):
+        nets.append(match(ALL[name], target, checkpoint=tmp_path / speed, speed=speed, **given).state_dict())
     for key, value in nets[0].items():
         torch.testing.assert_close(nets[1][key], value, atol=1e-4, rtol=1e-3)
 

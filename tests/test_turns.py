@@ -73,7 +73,7 @@ class Slow(Compiled):
         print("compiled", time.monotonic(), flush=True)
         return self._function
 with turn("train") as mine:
-    Slow(torch.sin, enabled=True)(torch.zeros(3))
+    Slow(torch.sin, speed="compiled")(torch.zeros(3))
     print("runs", time.monotonic(), mine.waited, flush=True)
 """
 
@@ -106,7 +106,7 @@ class Slow(Compiled):
         sys.stdin.readline()
         return self._function
 def work():
-    Slow(torch.sin, enabled=True)(torch.zeros(3))
+    Slow(torch.sin, speed="compiled")(torch.zeros(3))
     out.write_bytes(b"trained")
 print("begins", flush=True)
 with turn("pretrain"):

@@ -160,6 +160,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _sample(options: argparse.Namespace) -> None:
+    from straightdp.compiled import fastest
     from straightdp.data import synthetic
     from straightdp.generator import open_generator, synthesise
     from straightdp.recipe import load
@@ -174,7 +175,7 @@ def _sample(options: argparse.Namespace) -> None:
     _refuse_what_leaks(options.release)
     stored = [f"sample.{k}={_quoted(v) if isinstance(v, str) else v}" for k, v in generator.sample.model_dump().items()]
     section = load(None, (*stored, *options.settings)).sample
-    z, y = synthesise(generator, options.n, section, options.seed, device, compile=device.type == "cuda")
+    z, y = synthesise(generator, options.n, section, options.seed, device, speed=fastest(device))
     synthetic.write(options.out, z, y, generator.conditioning.names, generator.conditioning.captions)
     print(f"{options.n} records in {options.out}")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,18 +21,29 @@ from straightdp import turns
 from straightdp.errors import BadInput
 
 CLOSE = 0.1  # of an output's length: well above what bfloat16's rounding, in another order, is reckoned to change
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels that may compute it. Not cuDNN's: on Hopper its backward pass is reported to give NaN for some shapes."""
 
 Function = Callable[..., Any]
 
+Speed = Literal["plain", "captured", "compiled"]
+"""How a function runs: as it is; as it is, but replayed as a CUDA graph, which spares a GPU the wait for a processor
+that names one small operation after another; or compiled first."""
+
+
+def fastest(device: torch.device | str) -> Speed:
+    """On a CPU compiling takes longer than it saves."""
+    return "compiled" if torch.device(device).type == "cuda" else "plain"
+
 
 class Compiled:
-    """Calls `function(*tensors)`, made fast if `enabled`; otherwise the function itself.
+    """Calls `function(*tensors)` at a `speed`; on a CPU, what is to be captured runs as it is.
 
     Parameters that the function closes over may change in place between calls, but not move. What a call returns is
     overwritten by the next one with the same shapes. The function must not draw random numbers, and must go through
     floating inputs between 0 and 1, and ids of 0, which it is traced, tried and checked with: what a call is given is
     seen by the finished step alone. A function that cannot be traced is refused. Where it cannot be compiled, or is
-    wrong compiled, it is captured as it is (CUDA), or runs itself, with a warning. Not `traced`, it is only captured.
+    wrong compiled, it is captured (CUDA), or runs itself, with a warning.
 
     It is checked on inputs that `made_up` makes of such look-alikes, against `plain`, which gives what the function
     gives; all its outputs as one, or `each` by itself.
@@ -42,19 +53,18 @@ class Compiled:
         self,
         function: Function,
         *,
-        enabled: bool,
-        traced: bool = True,
+        speed: Speed,
         plain: Function | None = None,
         made_up: Callable[[list[Tensor]], list[Tensor]] = list,
         each: bool = False,
     ):
-        self._function, self.enabled, self._traced, self._each = function, enabled, traced, each
+        self._function, self.speed, self._each = function, speed, each
         self._plain, self._made_up = plain or function, made_up
         self._ready: dict[tuple, Function] = {}
         self._tried: list[tuple[Function, list[Tensor]]] = []
 
     def __call__(self, *inputs: Tensor) -> Any:
-        if not self.enabled:
+        if self.speed == "plain" or (self.speed == "captured" and not inputs[0].is_cuda):
             return self._function(*inputs)
         key = tuple((x.shape, x.dtype, x.device) for x in inputs)
         if key not in self._ready:
@@ -68,7 +78,9 @@ class Compiled:
 
     def _prepare(self, inputs: Sequence[Tensor]) -> Function:
         inputs = self._made_up(_look_alikes(inputs))
-        ways: dict[str, Callable[[list[Tensor]], Function]] = {"compiled": self._compiled} if self._traced else {}
+        ways: dict[str, Callable[[list[Tensor]], Function]] = {}
+        if self.speed == "compiled":
+            ways["compiled"] = self._compiled
         if inputs[0].is_cuda:
             ways["captured"] = lambda given: _replayed(self._function, given)
         for name, way in ways.items():
@@ -153,16 +165,12 @@ def _apart(one: Tensor, two: Tensor) -> float:
 
 
 def half(network: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The network in bfloat16 on a GPU; inputs, outputs and everything around it stay float32.
-
-    cuDNN's attention is left out: on Hopper its backward pass is reported to give NaN for some shapes.
-    """
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    """The network in bfloat16 on a GPU; inputs, outputs and everything around it stay float32."""
 
     def run(x: Tensor, *others: Tensor) -> Tensor:
         if not x.is_cuda:
             return network(x, *others).float()
-        with torch.autocast("cuda", dtype=torch.bfloat16), sdpa_kernel(kernels):
+        with torch.autocast("cuda", dtype=torch.bfloat16), sdpa_kernel(ATTENTION):
             return network(x, *others).float()
 
     return run

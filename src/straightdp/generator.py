@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from straightdp.compiled import Compiled, half
+from straightdp.compiled import Compiled, Speed, half
 from straightdp.data.records import to_z
 from straightdp.errors import BadInput
 from straightdp.flow.fit import step_generator
@@ -92,12 +92,12 @@ def open_generator(release: Path, device: torch.device, backbone: Backbone | Non
 
 
 def synthesise(
-    generator: Generator | RivalGenerator, n: int, section: Sample, seed: int, device: torch.device, *, compile: bool
+    generator: Generator | RivalGenerator, n: int, section: Sample, seed: int, device: torch.device, *, speed: Speed
 ) -> tuple[Tensor, Tensor]:
     """n images in [-1, 1], and the captions that they are published under."""
     generator.check(section)
     asked = generator.prompts(n, device)
-    images = generator.draw(asked, section, seed, tracker("sample"), compile=compile)
+    images = generator.draw(asked, section, seed, tracker("sample"), speed=speed)
     return images, generator.named(images, asked, section, seed)
 
 
@@ -217,20 +217,21 @@ class Generator:
             check_names(self.image, self.conditioning)
 
     @torch.no_grad()
-    def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
-        """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. `compile`: where there are MANY of them."""
+    def draw(self, y: Tensor, section: Sample, seed: int, track, *, speed: Speed = "plain") -> Tensor:
+        """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. It is compiled where there are MANY."""
         if section.port != "weights" and self.moments is None:
             raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
-        compile = compile and len(y) >= MANY
-        network = Compiled(half(self.net), enabled=compile)
+        if speed == "compiled" and len(y) < MANY:
+            speed = "plain"
+        network = Compiled(half(self.net), speed=speed)
         moments = None if self.moments is None else self._tilted(self.moments, section.tilt, seed)
         starts = list(range(0, len(y), section.batch))
         pieces = []
         for k in track(range(len(starts)), 0, len(starts)):
             part = y[starts[k] : starts[k] + section.batch]
-            whole = F.pad(part, (0, section.batch - len(part))) if compile else part  # one shape, compiled once
+            missing = section.batch - len(part) if speed == "compiled" else 0  # one shape is compiled, once
             generator = step_generator(seed, "sample", k, y.device)
-            drawn = self._batch(network, moments, whole, section, generator)
+            drawn = self._batch(network, moments, F.pad(part, (0, missing)), section, generator)
             images = self._space.decode(drawn[: len(part)])
             pieces.append(images if section.port == "guide" else jitter(images, section.jitter, generator))
         return torch.cat(pieces).cpu() if pieces else self._space.decode(torch.zeros(0, *self.net.shape))
@@ -330,7 +331,7 @@ class RivalGenerator:
             raise BadInput(f"sample.labels = 'found' needs released moments, and {self.method} releases none")
 
     @torch.no_grad()
-    def draw(self, y: Tensor, section: Sample, seed: int, track, *, compile: bool = False) -> Tensor:
+    def draw(self, y: Tensor, section: Sample, seed: int, track, *, speed: Speed = "plain") -> Tensor:
         """Images in [-1, 1] for classes y, (n, C, H, W), on the CPU. An evolved population is gone through in order,
         as often as it takes."""
         released = self._released()

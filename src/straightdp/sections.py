@@ -354,7 +354,8 @@ class Run(Section):
         default=0, description="drives public training and sampling only, never the privacy noise"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="compile the steps: auto is on a GPU, where it pays within a minute"
+    compile: Literal["auto", "on", "captured", "off"] = Field(
+        default="auto",
+        description="steps: auto is on a GPU, where it pays within a minute; captured: only as a CUDA graph",
     )
     title: str = "StraightDP release"

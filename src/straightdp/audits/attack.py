@@ -131,7 +131,7 @@ def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: l
         inputs.recipe.sample.model_copy(update={"port": "weights"}),
         inputs.recipe.run.seed,
         tracker("sample"),
-        compile=inputs.compile,
+        speed=inputs.speed,
     )
     near = canaries.half_apart(z)
     verdict: Verdict = replay(inputs.folder.release)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from straightdp.compiled import CLOSE, Compiled
+from straightdp.compiled import CLOSE, Compiled, Speed
 from straightdp.dpsgd.backward import Kept, Pass
 from straightdp.errors import BadInput
 from straightdp.team import ALONE, Team
@@ -73,9 +73,10 @@ class ClippingEngine:
     """Clips the gradients of `losses(*batch)` with respect to the trainable parameters of `net`.
 
     `preflight` must see a batch (public, or made up) before the first call: it refuses by name what cannot be clipped
-    exactly. `compile` traces and compiles the whole step for each batch shape, and changes no value beyond rounding: it
-    is compared with the plain step on made-up records when it is compiled, and whenever `vouch` is called. Nor does
-    computing `blocks`, modules of the network, a second time in the backward pass, which saves memory.
+    exactly. `speed` has the whole step compiled for each batch shape, or only captured as a CUDA graph, and changes no
+    value beyond rounding: the fast step is compared with the plain one on made-up records when it is made, and whenever
+    `vouch` is called. Nor does computing `blocks`, modules of the network, a second time in the backward pass, which
+    saves memory.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ClippingEngine:
         losses: RecordLosses,
         clip: float,
         *,
-        compile: bool = False,
+        speed: Speed = "plain",
         blocks: Iterable[nn.Module] = (),
     ):
         if not (math.isfinite(clip) and clip > 0):
@@ -94,7 +95,7 @@ class ClippingEngine:
         if not self.trainable:
             raise BadInput("the network has no trainable parameter: nothing to clip")
         self._step = Compiled(
-            self._clipped, enabled=compile, plain=self._of_those_that_count, made_up=self._some_count, each=True
+            self._clipped, speed=speed, plain=self._of_those_that_count, made_up=self._some_count, each=True
         )
         self._checked: tuple | None = None
         self._seen: tuple[Tensor, ...] = ()
@@ -128,8 +129,8 @@ class ClippingEngine:
             off = team.largest(self._step.off())
         if off > CLOSE:  # by how much hangs on weights that may not be private
             raise BadInput(
-                "the compiled step has gone wrong: its last sums may not be clipped, and were thrown away; go on with "
-                "--resume --set run.compile=off"
+                f"the {self._step.speed} step has gone wrong: its last sums may not be clipped, and were thrown away; "
+                "go on with --resume --set run.compile=off"
             )
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -248,7 +249,7 @@ class ClippingEngine:
         with torch.autocast(mask.device.type, enabled=False):  # the caller's is for the network alone
             norms, bound = gradient_norms(list(factors.values()))
             factor = clip_factor(bound, mask, clip)
-            finite = not self._step.enabled and bool(torch.isfinite(bound).all())  # a compiled step does not ask
+            finite = self._step.speed == "plain" and bool(torch.isfinite(bound).all())  # a fast step does not ask
             return torch.cat([value.flatten() for value in self._collect(factors, factor, finite=finite)]), norms
 
     def _of_those_that_count(self, clip: Tensor, mask: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:

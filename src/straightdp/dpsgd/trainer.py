@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from straightdp.compiled import half
+from straightdp.compiled import Speed, half
 from straightdp.dpsgd.clipping import ClippedSum, ClippingEngine, RecordLosses
 from straightdp.dpsgd.planner import edges
 from straightdp.flow.fit import fit
@@ -112,7 +112,7 @@ def train(
     clip: float,
     t_min: float,
     shape: Shape,
-    compile: bool,
+    speed: Speed,
     recompute: bool = False,
     checkpoint: Path,
     identity: str,
@@ -122,7 +122,7 @@ def train(
     """Spend the declared steps, buckets taking turns, and leave the EMA weights in `net`. `null` is one row of ids;
     `recompute` runs the network's blocks again in the backward pass instead of remembering them."""
     parts = buckets(t_min, shape)
-    engine = ClippingEngine(net, record_losses(net), clip, compile=compile, blocks=net.blocks if recompute else ())
+    engine = ClippingEngine(net, record_losses(net), clip, speed=speed, blocks=net.blocks if recompute else ())
     engine.preflight(made_up(net, null, section, parts[0]))
     size = micro_batch(section, vault.n, team.size, rows_at_once(net, null.device))
 

@@ -129,8 +129,8 @@ def jobs_of(
 def job_of(
     experiment: Experiment, panel: Panel, row: Row, epsilon: float, seed: int, given: Given = NOTHING_GIVEN
 ) -> Job:
-    """What is given changes every run, but not what makes a row what it is: its own settings come last, and a stage that
-    its recipe leaves out stays out."""
+    """What is given changes every run, but not what makes a row what it is: its own settings come last, and a stage
+    that its recipe leaves out stays out."""
     method = row.runs()
     own = (*panel.settings, *method.settings, f"privacy.epsilon={float(epsilon)}", f"run.seed={seed}")
     steps, others = _parted(given.to(method.recipe))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from straightdp.compiled import Compiled
+from straightdp.compiled import Compiled, Speed
 from straightdp.flow.fit import fit, step_generator, trainable
 from straightdp.progress import Track
 from straightdp.rivals.embedding import Embedding
@@ -49,7 +49,7 @@ def match(
     seed: int,
     checkpoint: Path,
     track: Track,
-    compile: bool = False,
+    speed: Speed = "plain",
 ) -> Generator:
     """Fit a generator to `target` (classes, width), the released sums over the declared n; work where target is.
 
@@ -76,8 +76,8 @@ def match(
     def codes(step: int) -> Tensor:
         return torch.randn(len(y), code, generator=step_generator(seed, "match", step, device), device=device)
 
-    fast = Compiled(loss_gradient, enabled=compile)
-    if compile:
+    fast = Compiled(loss_gradient, speed=speed)
+    if speed != "plain":
         loss_gradient(codes(0))  # what phi keeps on the device must be there before the step is traced
 
     def gradients(step: int) -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from straightdp.compiled import Speed
 from straightdp.errors import BadInput
 from straightdp.generator import Conditioning, Generator, damaged
 from straightdp.moments.field import MomentModel
@@ -26,6 +28,10 @@ class Sd3Generator(Generator):
         super().check(section)
         if section.labels == "found":
             raise BadInput("sd3.model's draws of a release are no pictures to learn from; set sample.labels=asked")
+
+    def draw(self, y: Tensor, section: Sample, seed: int, track, *, speed: Speed = "plain") -> Tensor:
+        """Captured where another network would be compiled: for one so large that would take minutes."""
+        return super().draw(y, section, seed, track, speed="captured" if speed == "compiled" else speed)
 
     def save(self, weights: Path, card: Path) -> None:
         from safetensors.torch import save_file

@@ -117,7 +117,7 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
         model = inputs.make_generator(net.eval(), inputs.conditioning, moments, recipe.sample, space)
         prompts = model.prompts(len(z), inputs.device)
         section = recipe.sample.model_copy(update={"port": "weights"})
-        draws = model.draw(prompts, section, recipe.run.seed, tracker("public model"), compile=inputs.compile)
+        draws = model.draw(prompts, section, recipe.run.seed, tracker("public model"), speed=inputs.speed)
         note = "the network before it met anything private, under the same captions as often"
         yield ImageSet("public model only", note, _on_grid(draws), labels[prompts.cpu()])
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from straightdp import __version__
-from straightdp.compiled import Compiled, half
+from straightdp.compiled import Compiled, Speed, fastest, half
 from straightdp.data.records import Records
 from straightdp.files import file_hash
 from straightdp.flow.fit import StepGradients, fit, step_generator, trainable
@@ -92,9 +92,9 @@ class Inputs:
         return self.recipe.evaluate.is_thorough(self.device.type)
 
     @property
-    def compile(self) -> bool:
-        choice = self.recipe.run.compile
-        return self.device.type == "cuda" if choice == "auto" else choice == "on"
+    def speed(self) -> Speed:
+        speeds: dict[str, Speed] = {"auto": fastest(self.device), "on": "compiled", "captured": "captured"}
+        return speeds.get(self.recipe.run.compile, "plain")
 
 
 def public_key(inputs: Inputs, name: str) -> str:
@@ -140,10 +140,10 @@ def fit_velocity(inputs: Inputs, net: VelocityNet, batch: MakeBatch, name: str, 
     plain = gradient_of(net)
     fast = gradient_of(half(net))
     ways: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
-    if inputs.compile:
-        ways["compiled"] = Compiled(fast, enabled=True)
-    if inputs.compile and inputs.device.type == "cuda":
-        ways["captured"] = Compiled(fast, enabled=True, traced=False)
+    if inputs.speed == "compiled":
+        ways["compiled"] = Compiled(fast, speed="compiled")
+    if inputs.speed != "plain" and inputs.device.type == "cuda":
+        ways["captured"] = Compiled(fast, speed="captured")
     if inputs.device.type == "cuda":
         ways["bfloat16"] = fast
     ways["float32"] = plain

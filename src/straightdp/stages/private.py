@@ -154,7 +154,7 @@ def private_steps(inputs: Inputs, start: Path, vault: Vault) -> VelocityNet:
         clip=chosen["clip"],
         t_min=chosen["t_min"],
         shape=shape,
-        compile=inputs.compile,
+        speed=inputs.speed,
         recompute=_recomputes(inputs),
         checkpoint=inputs.folder.checkpoints / "dpsgd.pt",
         identity=identity,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from straightdp.compiled import Compiled, half
+from straightdp.compiled import Compiled, Speed, half
 from straightdp.dpsgd import planner
 from straightdp.files import write_text
 from straightdp.flow.fit import step_generator, trainable
@@ -35,21 +35,21 @@ def autoencode(inputs: Inputs, out: Path) -> None:
     net = fit_autoencoder(
         inputs.recipe,
         inputs.public.z().to(inputs.device),
-        compile=inputs.compile,
+        speed=inputs.speed,
         checkpoint=inputs.folder.checkpoints / "autoencode.pt",
         identity=public_key(inputs, "autoencode"),
     )
     save_file(net.state_dict(), out)
 
 
-def fit_autoencoder(recipe: Recipe, x: Tensor, *, compile: bool, checkpoint: Path, identity: str = "") -> Autoencoder:
+def fit_autoencoder(recipe: Recipe, x: Tensor, *, speed: Speed, checkpoint: Path, identity: str = "") -> Autoencoder:
     """Trained on the images x, (n, C, H, W), where they are."""
     section, seed, device = recipe.latent, recipe.run.seed, x.device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = Autoencoder(section, (x.shape[1], x.shape[2], x.shape[3])).to(device)
     parameters = trainable(net)
-    compiled = Compiled(lambda x, noise: torch.autograd.grad(net.loss(x, noise), parameters), enabled=compile)
+    compiled = Compiled(lambda x, noise: torch.autograd.grad(net.loss(x, noise), parameters), speed=speed)
 
     def gradients(step: int) -> None:
         generator = step_generator(seed, "autoencode", step, device)

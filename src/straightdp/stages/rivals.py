@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from straightdp import __version__
-from straightdp.compiled import half
+from straightdp.compiled import Compiled, half
 from straightdp.data.captions import from_template
 from straightdp.data.records import to_pixels
 from straightdp.errors import BadInput
@@ -65,7 +65,7 @@ def match(inputs: Inputs, released: Path) -> None:
         seed=recipe.run.seed,
         checkpoint=inputs.folder.checkpoints / "match.pt",
         track=tracker("match"),
-        compile=inputs.compile,
+        speed=inputs.speed,
     )
     _save(inputs, net.state_dict())
 
@@ -97,7 +97,7 @@ def evolve(inputs: Inputs, pretrained: Path, vault: Vault, ledger: Ledger) -> No
 
     null, frozen = inputs.conditioning.null(device), bool(inputs.recipe.sd3.model)
     prior = private_evolution.FlowPrior(
-        half(inputs.load_net(pretrained).eval()),
+        Compiled(half(inputs.load_net(pretrained).eval()), speed="captured" if inputs.speed == "captured" else "plain"),
         inputs.conditioning.ids(device) if frozen else _prior_captions(inputs),
         inputs.space,
         guidance=(null, inputs.recipe.sample.guidance) if frozen else None,

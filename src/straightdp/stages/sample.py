@@ -18,5 +18,5 @@ def run(inputs: Inputs) -> None:
     """Write `release/synthetic`."""
     generator = open_generator(inputs.folder.release, inputs.device, inputs.backbone)
     section = settled_sample(inputs)
-    z, y = synthesise(generator, section.n, section, inputs.recipe.run.seed, inputs.device, compile=inputs.compile)
+    z, y = synthesise(generator, section.n, section, inputs.recipe.run.seed, inputs.device, speed=inputs.speed)
     synthetic.write(inputs.folder.synthetic, z, y, generator.conditioning.names, generator.conditioning.captions)
