@@ -410,7 +410,7 @@ def test_engines_of_two_clips_are_one_graph():
     batch, mask, codes = batch_of(torch.randn(3, *SHAPE), 2), torch.ones(3), []
     for clip in (0.1, 7.0):
         engine = engine_for(random_net(), clip, 2)
-        engine._step.enabled = True
+        engine._step.speed = "compiled"
         trace = make_fx(engine._clipped, tracing_mode="fake", _allow_non_fake_inputs=True)
         codes.append(trace(torch.tensor(clip), mask, *batch).code)
     assert codes[0] == codes[1]
