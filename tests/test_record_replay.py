@@ -577,6 +577,7 @@ RUNS = {
     ),
     "ours, as in the paper": ("privacy.mode=paper",),
     "ours, one mean": ("release.condition=global", "release.covariance=public"),
+    "ours, with votes": ("release.votes_share=0.5", "release.candidates=3", "sample.port=elected"),
     "dp-ntk": (*RIVAL, "run.method=dp-ntk", "rival.width=5"),
     "private-evolution": (*RIVAL, "run.method=private-evolution", "rival.rounds=2", "rival.population=3"),
 }

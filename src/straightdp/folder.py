@@ -30,6 +30,7 @@ class RunFolder:
         self.ledger = self.private / "transcript.jsonl"  # the authoritative one; release/ gets the same lines
         self.transcript = self.release / "transcript.jsonl"
         self.moments = self.release / "moments.safetensors"
+        self.elected = self.release / "elected.safetensors"
         self.embedding = self.release / "embedding.safetensors"
         self.model = self.release / "model.safetensors"
         self.model_card = self.release / "model.json"
@@ -38,6 +39,7 @@ class RunFolder:
         self.autoencoder = self.checkpoints / "autoencoder.safetensors"
         self.prior = self.checkpoints / "prior.safetensors"
         self.calibration = self.checkpoints / "calibration.safetensors"
+        self.candidates = self.checkpoints / "candidates.safetensors"
         self.sums = self.checkpoints / "sums.safetensors"
         self.horizon = self.checkpoints / "horizon.json"
         self.allocation = self.checkpoints / "allocation.json"

@@ -15,7 +15,7 @@ from straightdp.data.records import to_z
 from straightdp.errors import BadInput
 from straightdp.flow.fit import step_generator
 from straightdp.flow.jitter import jitter
-from straightdp.flow.path import noise_like
+from straightdp.flow.path import interpolate, noise_like
 from straightdp.flow.sampler import Network, euler, guided
 from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
@@ -107,6 +107,29 @@ def damaged(release: Path, error: Exception) -> BadInput:
     return BadInput(f"{release} is damaged: its model could not be loaded ({why})")
 
 
+@dataclass(frozen=True)
+class Elected:
+    """Pictures of each class, uint8 (classes, m, C, H, W), and how often each is to be taken, (classes, m)."""
+
+    images: Tensor
+    weights: Tensor
+
+    def state(self) -> dict[str, Tensor]:
+        return {"images": self.images.contiguous(), "weights": self.weights.contiguous()}
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> Elected:
+        from safetensors.torch import load_file
+
+        state = load_file(path)
+        return cls(state["images"], state["weights"].to(device))
+
+    def draw(self, y: Tensor, generator: torch.Generator) -> Tensor:
+        """One picture for every class of y, in [-1, 1], where y is."""
+        chosen = torch.multinomial(self.weights[y], 1, generator=generator)[:, 0]
+        return to_z(self.images[y.cpu(), chosen.cpu()].numpy()).to(y.device)
+
+
 @dataclass
 class Generator:
     """`space` says what the network's z are; left out, pixels."""
@@ -116,6 +139,7 @@ class Generator:
     moments: MomentModel | None
     sample: Sample
     space: Space | None = None
+    elected: Elected | None = None
 
     def __post_init__(self) -> None:
         self._space: Space = self.space or Pixels(self.net.shape)
@@ -176,9 +200,11 @@ class Generator:
             sample = Sample.model_validate(body["sample"])
             path = release / "moments.safetensors"
             moments = MomentModel.load(path).to(device) if path.exists() else None
+            path = release / "elected.safetensors"
+            elected = Elected.load(path, device) if path.exists() else None
         except Exception as error:
             raise damaged(release, error) from None
-        return cls(net.to(device).eval(), conditioning, moments, sample, space)
+        return cls(net.to(device).eval(), conditioning, moments, sample, space, elected)
 
     def prompts(self, n: int, device: torch.device) -> Tensor:
         """n captions in the released proportions (equal ones without a release), sorted, by largest remainder."""
@@ -210,7 +236,9 @@ class Generator:
             return fit_classifier(lambda: LeNet(self.image, len(prior)), batch, LESSONS, seed, device)
 
     def check(self, section: Sample) -> None:
-        """Refuse names that this release could not find."""
+        """Refuse draws, or names of draws, that this release cannot give."""
+        if section.port == "elected" and self.elected is None:
+            raise BadInput("sample.port = 'elected' needs votes, and this release has none")
         if section.labels == "found":
             if self.moments is None:
                 raise BadInput("sample.labels = 'found' needs released moments, and this release has none")
@@ -233,7 +261,8 @@ class Generator:
             generator = step_generator(seed, "sample", k, y.device)
             drawn = self._batch(network, moments, F.pad(part, (0, missing)), section, generator)
             images = self._space.decode(drawn[: len(part)])
-            pieces.append(images if section.port == "guide" else jitter(images, section.jitter, generator))
+            moved = section.port in ("guide", "elected")  # before the model took over
+            pieces.append(images if moved else jitter(images, section.jitter, generator))
         return torch.cat(pieces).cpu() if pieces else self._space.decode(torch.zeros(0, *self.net.shape))
 
     def _tilted(self, moments: MomentModel, tilt: str, seed: int) -> MomentModel:
@@ -250,6 +279,10 @@ class Generator:
             return moments.sample(y, generator).reshape(shape)
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
         field = guided(network, ids[y], null, section.guidance)
+        if section.port == "elected" and self.elected is not None:
+            z = self._space.encode(self.elected.draw(y, generator)).to(y.device)
+            start = interpolate(z, noise_like(z, generator), torch.full((len(z),), section.vary, device=z.device))
+            return euler(field, start, section.steps, section.vary)
         if section.port == "guide" and moments is not None:
             if not isinstance(section.t0, float | int):
                 raise BadInput("sample.t0 = 'plateau' is found by a run, on its public set; give a number here")

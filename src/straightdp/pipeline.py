@@ -1,4 +1,4 @@
-"""The story of a run: pretrain > calibrate > release > distill > plan > train > sample > evaluate > report."""
+"""The story of a run: pretrain > calibrate > release > distill > plan > train > vote > sample > evaluate > report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from straightdp.privacy.workload import Certificate
 from straightdp.progress import say
 from straightdp.recipe import RIVALS, Recipe, load
 from straightdp.report.assemble import write_reports
-from straightdp.stages import evaluate, private, rivals, sample
+from straightdp.stages import election, evaluate, private, rivals, sample
 from straightdp.stages import public as prepare
 from straightdp.stages.gather import assumptions, certificate_of, gather
 from straightdp.stages.inputs import Inputs, public_key
@@ -58,6 +58,7 @@ def _lead(
     certificate = certificate_of(recipe)  # of the uniform plan: refused before private files are opened
     inputs = gather(recipe, folder, device, team, leak=leak)
     rivals.check(inputs)
+    election.check(inputs)
     sample.check(inputs)
     with folder.lock():
         folder.check(recipe, resume=resume)  # again: another process may have been here meanwhile
@@ -134,6 +135,9 @@ def _spend(inputs: Inputs, certificate: Certificate) -> None:
         private.dpsgd(inputs, start, vault, moments)
 
     stage("train", [folder.model, folder.model_card], train)
+    if recipe.release.votes_share:
+        stage("candidates", [folder.candidates], lambda: election.propose(inputs, folder.candidates))
+        stage("vote", [folder.elected], lambda: election.vote(inputs, folder.candidates, vault, ledger, folder.elected))
     inputs.team.dismiss()
     _close(ledger, folder)
 
@@ -159,7 +163,7 @@ def _spend_on_rival(inputs: Inputs, certificate: Certificate) -> None:
 def _close(ledger: Ledger, folder: RunFolder) -> None:
     """The transcript's last line, with the hashes of what was released."""
     if not ledger.closed:
-        every = (folder.moments, folder.embedding, folder.model, folder.model_card)
+        every = (folder.moments, folder.elected, folder.embedding, folder.model, folder.model_card)
         ledger.close({path.name: file_hash(path) for path in every if path.exists()})
 
 

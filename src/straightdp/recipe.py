@@ -93,7 +93,23 @@ class Recipe(Section):
             raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
         if self.release.components > 1:
             self._can_split_classes()
+        if self.release.votes_share:
+            self._can_vote()
         return self
+
+    def _can_vote(self) -> None:
+        section = self.release
+        if section.weight == 0 and section.sigma is None:
+            raise ValueError("release.votes_share needs a release: give release.weight")
+        if self.privacy.mode != "tight" or section.condition != "class":
+            raise ValueError(
+                "release.votes_share is of classes that moments guide to: set privacy.mode = 'tight' and "
+                "release.condition = 'class'"
+            )
+        if self.private.slots or self.private.caption == OWN_TEXT or self.sd3.model:
+            raise ValueError("release.votes_share knows classes alone: leave private.slots, {text} and sd3.model out")
+        if self.sample.t0 == "plateau":
+            raise ValueError("release.votes_share is of draws that start at a given time: set sample.t0 to a number")
 
     def _can_find_labels(self) -> None:
         if self.release.weight == 0 and self.release.sigma is None:
@@ -170,6 +186,12 @@ class Recipe(Section):
         if self.release.components == 1:
             for name in ("components", "rounds", "components_share"):
                 tree["release"].pop(name)
+        if not self.release.votes_share:
+            for name in ("votes_share", "candidates"):
+                tree["release"].pop(name)
+        else:
+            drawn = ("t0", "steps", "guidance", "tilt", "jitter", "batch")
+            tree["candidates"] = {key: getattr(self.sample, key) for key in drawn}
         if self.dpsgd.parameters == ALL:
             tree["dpsgd"].pop("parameters")
         if self.run.method == "private-evolution" or self.sd3.model:  # some public images are drawn as others are

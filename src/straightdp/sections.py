@@ -178,6 +178,11 @@ class Release(Section):
     components_share: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.47, description="part of the release's privacy that goes to the rounds, if there are components"
     )
+    votes_share: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="part of the release's privacy that goes to the records' votes among draws that it guides",
+    )
+    candidates: Annotated[int, Field(ge=2)] = Field(default=500, description="draws a class that are voted on")
     rank: Count = 32
     floor: Rate = Field(default=1e-2, description="lambda_0: covariance floor eigenvalue")
     min_count: Annotated[float, Field(ge=1)] = Field(
@@ -236,9 +241,13 @@ class Sample(Section):
     n: Count = 10_000
     steps: Count = 25
     guidance: Annotated[float, Field(ge=0)] = 1.5
-    port: Literal["weights", "guide", "release"] = Field(
+    port: Literal["weights", "guide", "release", "elected"] = Field(
         default="weights",
-        description="draw from the model, from the model started at the tilted marginal, or from the release alone",
+        description="draw from the model, from the model started at the tilted marginal, from the release alone, or "
+        "vary draws that records voted for",
+    )
+    vary: Start = Field(
+        default=0.5, description="time to which port = 'elected' takes a draw back, to go on from there"
     )
     t0: Start | Literal["plateau"] = Field(
         default=0.2, description="start time of port = 'guide'; plateau: the latest that costs public quality nothing"

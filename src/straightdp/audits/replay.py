@@ -24,7 +24,7 @@ from straightdp.privacy.workload import GRADIENTS, bucket_id, bucket_steps
 
 ORDER = tuple(KINDS)
 TOLERANCE = 1e-6
-HASHED = ("moments.safetensors", "embedding.safetensors", "model.safetensors", "model.json")
+HASHED = ("moments.safetensors", "elected.safetensors", "embedding.safetensors", "model.safetensors", "model.json")
 UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "model_card.md", "croissant.json", "report.html")
 NOT_RELEASABLE = {
     "pinned": "the noise key was pinned, so whoever knows it can remove the noise",
@@ -147,6 +147,8 @@ def _whole(line: int, declared: dict[str, Declaration]) -> None:
         and {"release/means", "release/covariance", "release/trace"} <= declared.keys()
     ):
         raise TranscriptError(line, "certifies rounds of components that are not all there, or without class moments")
+    if "release/votes" in declared and "release/means" not in declared:
+        raise TranscriptError(line, "certifies votes without the class moments that candidates are drawn by")
     if any(id.startswith("rival/") for id in declared) and len(declared) > 1:
         raise TranscriptError(line, "certifies a rival's mechanism beside another")
 
@@ -183,6 +185,8 @@ def _totals(entry: Totals, executed: dict[str, int], declared: dict[str, Declara
     needed = {"model.safetensors", "model.json"}
     if any(id.startswith("release/") for id in declared):
         needed.add("moments.safetensors")
+    if "release/votes" in declared:
+        needed.add("elected.safetensors")
     if "rival/embedding" in declared:
         needed.add("embedding.safetensors")
     if needed - set(entry.files):

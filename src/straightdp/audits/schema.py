@@ -20,6 +20,7 @@ KNOWN: dict[str, tuple[str, float]] = {
     "release/covariance": ("gaussian", 1.0),
     "release/trace": ("gaussian", 1.0),
     **{f"release/components/{k}": ("gaussian", math.sqrt(17) / 4) for k in range(1, 10)},
+    "release/votes": ("gaussian", 1.0),
     "dpsgd/gradients": ("poisson_gaussian", 1.0),
     "rival/embedding": ("gaussian", 1.0),
     "rival/votes": ("gaussian", 1.0),

@@ -5,7 +5,8 @@ moments, equation 5). Then the spread:
 residual: around the released means, second moments (one a class; one for all captions) and one trace.
 shared:   one second moment for all, in the public basis (paper mode: of whole records);
 public:   that of public records around their classes' means, which costs nothing.
-With `components`, a class is then split into several Gaussians, moved by rounds of noisy sums.
+With `components`, a class is then split into several Gaussians, moved by rounds of noisy sums. With `votes_share`,
+records vote last, among draws that the released moments guide (`stages.election`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Keep = Callable[[str, Tensor], Tensor]
 MEANS, MEAN, CROSS = "release/means", "release/mean", "release/cross"
 COVARIANCE, TRACE = "release/covariance", "release/trace"
 COMPONENTS = "release/components"
+VOTES = "release/votes"
 TRACE_PART = 0.01
+VOTED = "votes of records for the nearest candidate of their class"
 
 
 def round_id(k: int) -> str:
@@ -47,8 +50,9 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
     section, paper = recipe.release, recipe.privacy.mode == "paper"
     if recipe.run.method in RIVALS or (section.weight == 0 and section.sigma is None):
         return ()
-    spread = 1 - section.components_share if section.components > 1 else 1.0
-    means = 1.0 if section.covariance == "public" else spread * section.means_share
+    whole = 1 - section.votes_share
+    spread = whole * (1 - section.components_share if section.components > 1 else 1.0)
+    means = spread if section.covariance == "public" else spread * section.means_share
     rest = spread - means
     if section.condition == "global":
         parts = [ReleasePart(MEAN, "sum of all records' features", 2.0 if paper else 1.0, means)]
@@ -58,6 +62,8 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
     else:
         bound = statistics.CROSS_REPLACE_BOUND if paper else statistics.CROSS_BOUND
         parts = [ReleasePart(CROSS, "cross moments of features and captions", bound, means)]
+    if section.votes_share:
+        parts.append(ReleasePart(VOTES, VOTED, 1.0, section.votes_share))
     if section.covariance == "public":
         return tuple(parts)
     if residual(recipe):
@@ -68,7 +74,7 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
     if section.components > 1:
         what = "counts and sums around the released centres, round {} of {}"
         for k in range(1, section.rounds + 1):
-            said, part = what.format(k, section.rounds), section.components_share / section.rounds
+            said, part = what.format(k, section.rounds), whole * section.components_share / section.rounds
             parts.append(ReleasePart(round_id(k), said, statistics.COMPONENT_BOUND, part))
     return tuple(parts)
 

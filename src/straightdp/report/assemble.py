@@ -46,6 +46,7 @@ NOT_YET = {"holdout_n": 0, "scores": [], "left_out": ["Nothing was measured yet:
 FILES = {
     "transcript.jsonl": "every mechanism, declared and executed; recompute epsilon from it",
     "moments.safetensors": "the released class moments",
+    "elected.safetensors": "draws that the records voted on, and what is left of each one's noisy votes",
     "embedding.safetensors": "the released sums of every class's features",
     "model.safetensors": "the generator's weights",
     "model.json": "the generator's shape, captions and sampling settings",

@@ -130,7 +130,7 @@ def _public_models(recipe: Recipe) -> list[tuple[str, str, str]]:
         found.append(("sentence encoder", "all-MiniLM-L6-v2", source))
     if recipe.sd3.model:
         found.append(("frozen generator", f"{model_name(recipe.sd3.model)}, a Stable Diffusion 3", source))
-    if recipe.run.method == "private-evolution":
+    if recipe.run.method == "private-evolution" or recipe.release.votes_share:
         found.append(("image features", "Inception-V3", source))
     return found
 

@@ -23,7 +23,7 @@ from straightdp.moments.basis import Basis
 from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
 from straightdp.moments.horizon import public_spread
-from straightdp.moments.release import Prompts, release_parts, run_release
+from straightdp.moments.release import VOTES, Prompts, release_parts, run_release
 from straightdp.moments.text import TextBasis
 from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.ledger import Ledger
@@ -39,7 +39,7 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     """Stage 1: the declared moment mechanisms, once each. An audit keeps their noisy sums as they came."""
     from safetensors.torch import save_file
 
-    for id in (part.id for part in release_parts(inputs.recipe)):
+    for id in (part.id for part in release_parts(inputs.recipe) if part.id != VOTES):  # which come later
         vault.bind(id, f"{basis.digest()}|{_eyes(inputs, words=inputs.featuriser is not None)}")
     drawn = 1.0 if inputs.leak is None else inputs.leak  # of the declared noise
     stds = {part.id: part.sigma * part.sensitivity * drawn for part in ledger.declared.values()}

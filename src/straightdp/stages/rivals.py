@@ -15,6 +15,7 @@ from straightdp.errors import BadInput
 from straightdp.files import file_hash
 from straightdp.generator import RivalGenerator
 from straightdp.metrics import inception
+from straightdp.moments.release import VOTED
 from straightdp.privacy.accountant import Declaration
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.vault import Vault
@@ -30,8 +31,7 @@ EMBEDDING, VOTES = "rival/embedding", "rival/votes"
 def mechanism(recipe: Recipe) -> Declaration:
     """The one mechanism of a rival, its noise yet to be found."""
     if recipe.run.method == "private-evolution":
-        what = "votes of records for the nearest candidate of their class"
-        return Declaration(VOTES, what, "gaussian", 1.0, 1.0, count=recipe.rival.rounds)
+        return Declaration(VOTES, VOTED, "gaussian", 1.0, 1.0, count=recipe.rival.rounds)
     return Declaration(EMBEDDING, f"{recipe.run.method} embedding of every class", "gaussian", 1.0, 1.0)
 
 

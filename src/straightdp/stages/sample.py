@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from straightdp.data import synthetic
+from straightdp.errors import BadInput
 from straightdp.generator import check_names, open_generator, synthesise
 from straightdp.stages.inputs import Inputs
 from straightdp.stages.public import settled_sample
@@ -10,6 +11,8 @@ from straightdp.stages.public import settled_sample
 
 def check(inputs: Inputs) -> None:
     """Refuse, before anything is spent, what could not be drawn."""
+    if inputs.recipe.sample.port == "elected" and not inputs.recipe.release.votes_share:
+        raise BadInput("sample.port = 'elected' needs votes: give release.votes_share")
     if inputs.recipe.sample.labels == "found":
         check_names(inputs.public.shape, inputs.conditioning)
 
