@@ -124,9 +124,11 @@ class Elected:
         state = load_file(path)
         return cls(state["images"], state["weights"].to(device))
 
-    def draw(self, y: Tensor, generator: torch.Generator) -> Tensor:
-        """One picture for every class of y, in [-1, 1], where y is."""
-        chosen = torch.multinomial(self.weights[y], 1, generator=generator)[:, 0]
+    def draw(self, y: Tensor, generator: torch.Generator, unelected: float = 0.0) -> Tensor:
+        """One picture for every class of y, in [-1, 1], where y is; a part of them by no one's vote."""
+        shares = self.weights / self.weights.sum(dim=1, keepdim=True)
+        shares = (1 - unelected) * shares + unelected / shares.shape[1]
+        chosen = torch.multinomial(shares[y], 1, generator=generator)[:, 0]
         return to_z(self.images[y.cpu(), chosen.cpu()].numpy()).to(y.device)
 
 
@@ -280,7 +282,7 @@ class Generator:
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
         field = guided(network, ids[y], null, section.guidance)
         if section.port == "elected" and self.elected is not None:
-            z = self._space.encode(self.elected.draw(y, generator)).to(y.device)
+            z = self._space.encode(self.elected.draw(y, generator, section.unelected)).to(y.device)
             start = interpolate(z, noise_like(z, generator), torch.full((len(z),), section.vary, device=z.device))
             return euler(field, start, section.steps, section.vary)
         if section.port == "guide" and moments is not None:

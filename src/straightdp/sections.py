@@ -249,6 +249,9 @@ class Sample(Section):
     vary: Start = Field(
         default=0.5, description="time to which port = 'elected' takes a draw back, to go on from there"
     )
+    unelected: Share = Field(
+        default=0.0, description="port = 'elected': the part of the pictures that vary any candidate, voted for or not"
+    )
     t0: Start | Literal["plateau"] = Field(
         default=0.2, description="start time of port = 'guide'; plateau: the latest that costs public quality nothing"
     )
