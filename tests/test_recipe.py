@@ -215,6 +215,8 @@ OTHER: dict[str, dict[str, Any]] = {
         "rank": 4,
         "floor": 0.1,
         "min_count": 5.0,
+        "votes_share": 0.5,
+        "candidates": 7,
     },
     "distill": {
         "steps": 1,
@@ -254,6 +256,8 @@ OTHER: dict[str, dict[str, Any]] = {
         "tilt": "zero",
         "jitter": 1.0,
         "labels": "found",
+        "vary": 0.2,
+        "unelected": 0.3,
     },
     "evaluate": {
         "probe_steps": 1,
@@ -327,6 +331,7 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
         "dpsgd.micro_batch",
         "release.rounds",
         "release.components_share",
+        "release.candidates",
         *(f"sd3.{key}" for key in OTHER["sd3"] if key != "model"),
     )
     assert (changed.digest() == parse(colour).digest()) == ignored
@@ -337,6 +342,11 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
         several = {"release": {"components": 2}}
         more = {"release": {"components": 2, key: OTHER[section][key]}}
         assert parse(more).digest() != parse(several).digest()
+    if dotted == "release.candidates" or section == "sample":  # decide what is voted on, but for what comes after
+        votes, other = {"release": {"votes_share": 0.5}, "sample": {}}, {key: OTHER[section][key]}
+        more = votes | {section: votes[section] | other}
+        after = key in ("n", "port", "labels", "vary", "unelected")
+        assert (parse(more).digest() == parse(votes).digest()) == after
     if section == "rival":  # decides the model of a rival alone
         rival = {"run": {"method": "dp-merf"}}
         assert parse(rival | {section: {key: OTHER[section][key]}}).digest() != parse(rival).digest()

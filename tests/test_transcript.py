@@ -350,7 +350,7 @@ def test_what_replay_takes_for_known_is_what_the_project_declares():
     from straightdp.stages.rivals import mechanism
 
     releases = [release_parts(parse({"release": {"condition": kind}})) for kind in ("class", "global", "pooled")]
-    releases.append(release_parts(parse({"release": {"components": 2, "rounds": 9}})))
+    releases.append(release_parts(parse({"release": {"components": 2, "rounds": 9, "votes_share": 0.5}})))
     parts = {p.id: p.sensitivity for release in releases for p in release}
     for method in RIVALS:
         rival = mechanism(parse({"run": {"method": method}}))

@@ -381,7 +381,7 @@ def test_a_lost_tie_of_a_mechanism_that_ran_is_refused(tmp_path):
 
 CALLERS = {
     "gaussian_sum": {"moments/release.py", "stages/rivals.py"},
-    "vote_histogram": {"stages/rivals.py"},
+    "vote_histogram": {"stages/election.py", "stages/rivals.py"},
     "noisy_gradient": {"dpsgd/trainer.py"},
     "vault": {"pipeline.py"},
     "accuracy": {"stages/evaluate.py"},

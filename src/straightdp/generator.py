@@ -238,9 +238,7 @@ class Generator:
             return fit_classifier(lambda: LeNet(self.image, len(prior)), batch, LESSONS, seed, device)
 
     def check(self, section: Sample) -> None:
-        """Refuse draws, or names of draws, that this release cannot give."""
-        if section.port == "elected" and self.elected is None:
-            raise BadInput("sample.port = 'elected' needs votes, and this release has none")
+        """Refuse names that this release could not find."""
         if section.labels == "found":
             if self.moments is None:
                 raise BadInput("sample.labels = 'found' needs released moments, and this release has none")
@@ -251,6 +249,8 @@ class Generator:
         """Images in [-1, 1] for captions y, (n, C, H, W), on the CPU. It is compiled where there are MANY."""
         if section.port != "weights" and self.moments is None:
             raise BadInput(f"sample.port = {section.port!r} needs released moments, and this release has none")
+        if section.port == "elected" and self.elected is None:
+            raise BadInput("sample.port = 'elected' needs votes, and this release has none")
         if speed == "compiled" and len(y) < MANY:
             speed = "plain"
         network = Compiled(half(self.net), speed=speed)

@@ -191,6 +191,7 @@ def spend_on_audit(recipe: Recipe, out: Path, certificate: Certificate, planted:
     folder, device = RunFolder(out, release=AUDITED), pick_device(recipe.run.device)
     cache.check()
     inputs = gather(recipe, folder, device, planted=planted, leak=leak)
+    election.check(inputs)
     with folder.lock():
         folder.check(recipe, resume=True)
         folder.create(recipe, inputs.intake.fingerprint())

@@ -65,8 +65,9 @@ class Recipe(Section):
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: set sample.port=weights")
             if self.sample.jitter:
                 raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: set sample.jitter=0")
-            if self.sample.labels != "asked":
-                raise ValueError(f"run.method = {self.run.method!r} releases no moments: set sample.labels=asked")
+            if self.sample.labels != "asked" or self.release.votes_share:
+                cure = "set sample.labels=asked, and leave release.votes_share out"
+                raise ValueError(f"run.method = {self.run.method!r} releases no moments: {cure}")
             if self.sd3.model and self.run.method != "private-evolution":
                 raise ValueError(f"run.method = {self.run.method!r} trains a network of its own: leave sd3.model out")
             if self.sd3.model:

@@ -67,7 +67,8 @@ def vote(inputs: Inputs, candidates: Path, vault: Vault, ledger: Ledger, out: Pa
     seen = torch.cat([see(part.to(device)) for part in parts])
     vault.bind(VOTES, f"{file_hash(candidates)}|{features.digest}|{device.type}|{__version__}")
     noisy = torch.from_numpy(vault.vote_histogram(VOTES, 0, see, seen.unflatten(0, images.shape[:2])))
-    write_durably(out, save(Elected(images, weights_of(noisy, ledger.declared[VOTES].sigma)).state()))
+    drawn = 1.0 if inputs.leak is None else inputs.leak  # of the declared noise
+    write_durably(out, save(Elected(images, weights_of(noisy, ledger.declared[VOTES].sigma * drawn)).state()))
 
 
 def weights_of(noisy: Tensor, sigma: float) -> Tensor:
