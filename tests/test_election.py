@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import PIN, TINY
-from straightdp import pipeline, recipe
+from straightdp import generator, pipeline, recipe
 from straightdp.audits.replay import replay
 from straightdp.cli import main
 from straightdp.files import file_hash
@@ -25,6 +25,7 @@ from straightdp.stages.gather import certificate_of
 from test_rival_runs import Eyes
 
 CLASSES, CANDIDATES = 10, 4
+LESSONS = 20  # of the classifier that finds names: what it knows does not matter here
 SMALL = (
     "privacy.epsilon=4",
     "privacy.interval=0.01",
@@ -49,6 +50,7 @@ SMALL = (
 def eyes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inception, "find", lambda device, root=None: Eyes())
+        patch.setattr(generator, "LESSONS", LESSONS)
         yield
 
 
@@ -178,10 +180,13 @@ def test_a_release_draws_anew_from_what_was_elected(done, tmp_path):
 def test_kill_9_after_the_vote_was_entered_changes_nothing(done, book, tmp_path):
     script = """
 import os, signal, sys
+from straightdp import generator
 from straightdp.cli import main
 from straightdp.metrics import inception
 from straightdp.privacy import mechanisms
+from test_election import LESSONS
 from test_rival_runs import Eyes
+generator.LESSONS = LESSONS
 inception.find = lambda device, root=None: Eyes()
 mechanisms.VoteSum.exact = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 main(sys.argv[1:])

@@ -32,6 +32,7 @@ import pytest
 import torch
 
 import straightdp.folder
+import straightdp.generator
 from conftest import PIN, TINY, save
 from sd3_tiny import tiny_sd3
 from straightdp import pipeline, recipe
@@ -591,6 +592,7 @@ def whole(tiny_data, tmp_path, monkeypatch, harness) -> Callable[..., Work]:
     judge = evaluate.run
     monkeypatch.setattr(evaluate, "run", lambda inputs: (judge(inputs), harness.now.took()))
     monkeypatch.setattr(inception, "find", lambda device: SimpleNamespace(on_device=see, digest=""))
+    monkeypatch.setattr(straightdp.generator, "LESSONS", 5)
     path = tmp_path / "recipe.toml"
     path.write_text(TINY.format(**tiny_data | {"private": tmp_path / "private.npz"}))
 
