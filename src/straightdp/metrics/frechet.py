@@ -62,7 +62,7 @@ def frechet(one: Moments, two: Moments) -> float:
     The trace of the root is the sum of the singular values of sqrt(S1) sqrt(S2), which loses no digits to a root.
     """
     (m1, s1), (m2, s2) = one, (part.to(one[0].device) for part in two)
-    cross = _nuclear(_root(s1) @ _root(s2))
+    cross = torch.linalg.svdvals(_root(s1) @ _root(s2)).sum()
     return float((m1 - m2).square().sum() + s1.trace() + s2.trace() - 2 * cross)
 
 
@@ -73,7 +73,7 @@ def frechet_between(one: Tensor, two: Tensor) -> float:
     values of X1 X2'.
     """
     (m1, x1), (m2, x2) = _factor(one), _factor(two)
-    cross = _nuclear(x1 @ x2.T)
+    cross = torch.linalg.svdvals(x1 @ x2.T).sum()
     return float((m1 - m2).square().sum() + x1.square().sum() + x2.square().sum() - 2 * cross)
 
 
@@ -138,11 +138,6 @@ def _factor(features: Tensor) -> tuple[Tensor, Tensor]:
     mean = x.mean(dim=0)
     factor = (x - mean) / (len(x) - 1) ** 0.5
     return mean, factor if len(x) <= x.shape[1] else torch.linalg.qr(factor, mode="r").R
-
-
-def _nuclear(matrix: Tensor) -> Tensor:
-    """The sum of the singular values. On the CPU: two seconds for 2,040 rows, which a GPU's solvers do not beat."""
-    return torch.linalg.svdvals(matrix.cpu()).sum().to(matrix.device)
 
 
 def _root(matrix: Tensor) -> Tensor:
