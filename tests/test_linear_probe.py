@@ -14,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 
 from straightdp.errors import BadInput
 from straightdp.metrics import inception
-from straightdp.metrics.image_encoder import clip_pixels, find_encoder
+from straightdp.metrics.image_encoder import ImageEncoder, Remembered, clip_pixels, find_encoder
 from straightdp.metrics.linear_probe import _optimum, fit_linear
 
 CPU = torch.device("cpu")
@@ -303,6 +303,21 @@ def test_without_a_clip_inception_keeps_its_own_name(data):
     assert encoder.digest == features.digest
     z = to_z(pictures(4, 16, 16))
     assert torch.equal(encoder(z), features(z))
+
+
+def test_what_was_seen_is_remembered():
+    looked = []
+
+    def sums(z):
+        looked.append(len(z))
+        return torch.stack([z.sum(dim=(1, 2, 3)), z[:, 0, 0, 0]], dim=1)
+
+    encoder, z = ImageEncoder("sums", "", 2, CPU, sums), torch.randn(7, 3, 8, 8)
+    seen = Remembered(encoder, room=5)
+    for rows, fresh in (([0, 1, 0], 2), ([1, 2, 3, 0], 2), ([], 0), ([4, 5], 2), ([6, 5, 4, 3, 2, 1, 0], 2), ([5], 1)):
+        looked.clear()
+        assert torch.equal(seen(z[rows]), encoder(z[rows]))
+        assert sum(looked) == fresh + len(rows)  # the last being the plain encoder's
 
 
 def test_with_neither_there_is_no_encoder(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from straightdp.progress import Track, quiet
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's own training images, red, green and blue in [0, 1]
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+ROOM = 2**15  # pictures whose features are remembered: 256 MB of Inception's
 KINDS = ("clip", "clip_vision_model")
 EXPECTED = "give a folder that transformers' save_pretrained wrote of a CLIP, or a hub id OWNER/NAME of one"
 NEEDS = "CLIP needs packages that are not here; run pip install 'straightdp[sd3]'"
@@ -65,6 +66,26 @@ def find_encoder(clip: str, device: torch.device) -> ImageEncoder | None:
         return None
     name = "Inception-V3" if found.name == "FID" else "Inception-V3 (slim)"
     return ImageEncoder(name, found.digest, inception.WIDTH, device, found.on_device)
+
+
+class Remembered:
+    """An encoder that looks at no picture twice, as far as there is `room` for what it saw."""
+
+    def __init__(self, encoder: ImageEncoder, track: Track | None = None, room: int = ROOM):
+        self.encoder, self._track, self._room = encoder, track, room
+        self._kept: dict[bytes, Tensor] = {}
+
+    def __call__(self, z: Tensor) -> Tensor:
+        keys = [hashlib.blake2b(picture.tobytes(), digest_size=16).digest() for picture in z.cpu().numpy()]
+        new = {key: row for row, key in enumerate(keys) if key not in self._kept}
+        found = self.encoder(z[list(new.values())], self._track)
+        if not keys:
+            return found
+        fresh = dict(zip(new, found, strict=True))
+        features = torch.stack([fresh[key] if key in fresh else self._kept[key] for key in keys])
+        for key in list(fresh)[: max(0, self._room - len(self._kept))]:
+            self._kept[key] = fresh[key]
+        return features
 
 
 def clip_pixels(z: Tensor, size: int) -> Tensor:

@@ -17,7 +17,7 @@ from straightdp.data import synthetic
 from straightdp.data.records import to_pixels, to_z
 from straightdp.files import write_durably, write_text
 from straightdp.metrics import inception
-from straightdp.metrics.image_encoder import find_encoder
+from straightdp.metrics.image_encoder import Remembered, find_encoder
 from straightdp.metrics.label_aware import mean_of
 from straightdp.metrics.linear_probe import fit_linear
 from straightdp.metrics.probe import PROBES, fit_probe
@@ -77,7 +77,8 @@ def run(inputs: Inputs) -> None:
         body["left_out"].append(NO_HOLDOUT)
         write_text(folder.evaluation, json.dumps(body, indent=1))
         return
-    sets, classifiers = list(_image_sets(inputs)), _classifiers(inputs)
+    sets, encoder = list(_image_sets(inputs)), _encoder(inputs)
+    classifiers = _classifiers(inputs, encoder)
     body["scores"] = [*_scores(inputs, sets, classifiers), *_slot_scores(inputs, sets[0], classifiers)]
     if inputs.recipe.evaluate.probe == "linear" and len(classifiers.keys() & PROBES.keys()):
         body["left_out"].append(NO_ENCODER)
@@ -90,7 +91,7 @@ def run(inputs: Inputs) -> None:
         elif len(sets[0].z) < 2:
             body["left_out"].append(TOO_FEW)
         else:
-            body |= _quality(inputs, sets, features)
+            body |= _quality(inputs, sets, features, encoder)
     else:
         body["left_out"].append(NOT_THOROUGH)
     write_text(folder.evaluation, json.dumps(body, indent=1))
@@ -122,17 +123,23 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
         yield ImageSet("public model only", note, _on_grid(draws), labels[prompts.cpu()])
 
 
-def _classifiers(inputs: Inputs) -> dict[str, FitClassifier]:
+def _encoder(inputs: Inputs) -> Remembered | None:
+    """The linear probe's, if one is wanted and to be had."""
+    section = inputs.recipe.evaluate
+    encoder = find_encoder(section.clip, inputs.device) if section.probe == "linear" else None
+    return None if encoder is None else Remembered(encoder, tracker("features"))
+
+
+def _classifiers(inputs: Inputs, encoder: Remembered | None) -> dict[str, FitClassifier]:
     """What is trained on images and labels, by name: our own networks, or a linear map of frozen features."""
     section, device = inputs.recipe.evaluate, inputs.device
-    encoder = find_encoder(section.clip, device) if section.probe == "linear" else None
     if encoder is not None:
 
         def linear(z: Tensor, y: Tensor, classes: int, seed: int) -> Predict:
-            predict = fit_linear(encoder(z, tracker("probe")), y, classes)
+            predict = fit_linear(encoder(z), y, classes)
             return lambda images: predict(encoder(images))
 
-        return {f"linear probe on {encoder.name}": linear}
+        return {f"linear probe on {encoder.encoder.name}": linear}
 
     def network(probe: str) -> FitClassifier:
         return lambda z, y, classes, seed: fit_probe(z, y, classes, section, seed, device, probe)
@@ -197,11 +204,14 @@ def _label_aware(inputs: Inputs, sets: list[ImageSet], classifier: FitClassifier
     ]
 
 
-def _quality(inputs: Inputs, sets: list[ImageSet], features: inception.Features) -> dict:
-    """Distances in Inception's features, of at most `evaluate.images` images of each set."""
+def _quality(inputs: Inputs, sets: list[ImageSet], features: inception.Features, encoder: Remembered | None) -> dict:
+    """Distances in Inception's features, of at most `evaluate.images` images of each set; the probe's encoder may have
+    seen them already."""
     measures, most = inputs.intake.measures, inputs.recipe.evaluate.images
 
     def of(z: Tensor) -> Tensor:
+        if encoder is not None and encoder.encoder.digest == features.digest:
+            return encoder(z)
         return features(z, tracker("features"))
 
     rows, within = [], {}
