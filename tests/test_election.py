@@ -17,8 +17,8 @@ from straightdp import generator, pipeline, recipe
 from straightdp.audits.replay import replay
 from straightdp.cli import main
 from straightdp.files import file_hash
-from straightdp.generator import Elected
 from straightdp.metrics import inception
+from straightdp.moments.elected import Elected
 from straightdp.moments.release import VOTES, release_parts
 from straightdp.stages.election import weights_of
 from straightdp.stages.gather import certificate_of

@@ -568,7 +568,7 @@ def shared_out(steps: int, buckets: int) -> list[Declaration]:
     return steps_of(*((bucket_id(k, buckets), bucket_steps(steps, k, buckets)) for k in range(buckets)))
 
 
-def verdict_on(folder: Path, workload: list[Declaration], clips: dict[str, float] | None = None):
+def verdict_on(folder: Path, workload: list[Declaration], clips: dict[str, float] | None = None, *others: str):
     """A transcript that is sound but for which mechanisms it holds: hashes, certificate, executions and files fit."""
     folder.mkdir(exist_ok=True)
     total = epsilon(workload, 1e-5, 1e-2)
@@ -587,7 +587,8 @@ def verdict_on(folder: Path, workload: list[Declaration], clips: dict[str, float
         for step in range(part.count):
             clip = {} if part.q is None else {"clip": (clips or {}).get(part.id, 0.5)}
             book.spend(part.id, step, **clip)
-    files = ("model.safetensors", "model.json", "moments.safetensors")
+    files = ["model.safetensors", "model.json", *others]
+    files += ["moments.safetensors"] * any(part.id.startswith("release/") for part in workload)
     for name in files:
         (folder / name).write_bytes(name.encode())
     book.close({name: file_hash(folder / name) for name in files})
@@ -598,6 +599,13 @@ def verdict_on(folder: Path, workload: list[Declaration], clips: dict[str, float
 def test_buckets_that_take_turns_hold(steps, buckets, tmp_path):
     verdict, _ = verdict_on(tmp_path, shared_out(steps, buckets))
     assert verdict.releasable, verdict.text
+
+
+@pytest.mark.parametrize("name", ["moments.safetensors", "elected.safetensors", "embedding.safetensors"])
+def test_what_no_mechanism_made_is_not_released(name, tmp_path):
+    verdict, _ = verdict_on(tmp_path, shared_out(4, 2), None, name)
+    assert not verdict.holds
+    assert f"names {name}, but declares nothing that would make it" in verdict.text
 
 
 @pytest.mark.parametrize("means", [Declaration("release/means", "", "gaussian", 1.25**0.5, 9.0), None])

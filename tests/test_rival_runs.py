@@ -335,9 +335,10 @@ def test_kill_9_during_matching_changes_nothing(runs, book, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("method", ["dp-hp", "dp-ntk"])
 def test_a_stop_during_matching_changes_nothing(runs, book, method, tmp_path, monkeypatch):
+    whole = runs(method, PINNED)
     stopped((EMBEDDINGS[method], "class_sums", 77), book, tmp_path / "run", method, PINNED)
     steps = watch(monkeypatch.setattr, EMBEDDINGS[method], "class_sums")
-    assert same_release(runs(method, PINNED), carry_out(book, tmp_path / "run", method, PINNED, resume=True))
+    assert same_release(whole, carry_out(book, tmp_path / "run", method, PINNED, resume=True))
     assert len(steps) == 60
     assert executions(tmp_path / "run") == [0]
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from straightdp.compiled import Compiled, Speed, half
-from straightdp.data.records import to_z
 from straightdp.errors import BadInput
 from straightdp.flow.fit import step_generator
 from straightdp.flow.jitter import jitter
-from straightdp.flow.path import interpolate, noise_like
+from straightdp.flow.path import back_to, noise_like
 from straightdp.flow.sampler import Network, euler, guided
+from straightdp.moments.elected import Elected
 from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.backbone import Backbone
@@ -26,8 +27,10 @@ from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Codes, Pixels, Space
 from straightdp.nets.velocity import VelocityNet
 from straightdp.progress import tracker
-from straightdp.recipe import RIVALS, Latent, Net, Rival, Sample
-from straightdp.rivals import matching
+from straightdp.recipe import RIVALS, Latent, Net, Sample
+
+if TYPE_CHECKING:
+    from straightdp.rivals.generator import RivalGenerator
 
 AUTOENCODER = "autoencoder."  # what its weights' names begin with
 MANY = 50_000  # images: compiling takes half a minute on an H200, which fewer do not win back by our reckoning
@@ -61,13 +64,17 @@ class Conditioning:
         return self.tokenizer.null().to(device).unsqueeze(0)
 
 
-def check_names(image: tuple[int, int, int], conditioning: Conditioning) -> None:
-    """Refuse `sample.labels = "found"` where no classifier of ours could tell one caption from another."""
+def check_names(
+    image: tuple[int, int, int],
+    conditioning: Conditioning,
+    setting: str = "sample.labels = 'found'",
+    without: str = "sample.labels=asked",
+) -> None:
+    """Refuse a setting that has pictures named where no classifier of ours could tell one caption from another."""
     if min(image[1:]) < SMALLEST:
-        least = f"{SMALLEST} x {SMALLEST}"
-        raise BadInput(f"sample.labels = 'found' needs pictures of at least {least} pixels; set sample.labels=asked")
+        raise BadInput(f"{setting} needs pictures of at least {SMALLEST} x {SMALLEST} pixels; set {without}")
     if len(conditioning.captions) > len(conditioning.classes):
-        raise BadInput("sample.labels = 'found' needs one caption a class; set sample.labels=asked")
+        raise BadInput(f"{setting} needs one caption a class; set {without}")
 
 
 def open_generator(release: Path, device: torch.device, backbone: Backbone | None = None) -> Generator | RivalGenerator:
@@ -82,6 +89,8 @@ def open_generator(release: Path, device: torch.device, backbone: Backbone | Non
     except (ValueError, AttributeError) as error:
         raise damaged(release, error) from None
     if method in RIVALS:
+        from straightdp.rivals.generator import RivalGenerator
+
         return RivalGenerator.load(release, device)
     if "sd3" in body:
         from straightdp.sd3.backbone import Sd3Backbone
@@ -105,31 +114,6 @@ def damaged(release: Path, error: Exception) -> BadInput:
     """What to say of a release whose model cannot be read."""
     why = " ".join(str(error).split())
     return BadInput(f"{release} is damaged: its model could not be loaded ({why})")
-
-
-@dataclass(frozen=True)
-class Elected:
-    """Pictures of each class, uint8 (classes, m, C, H, W), and how often each is to be taken, (classes, m)."""
-
-    images: Tensor
-    weights: Tensor
-
-    def state(self) -> dict[str, Tensor]:
-        return {"images": self.images.contiguous(), "weights": self.weights.contiguous()}
-
-    @classmethod
-    def load(cls, path: Path, device: torch.device) -> Elected:
-        from safetensors.torch import load_file
-
-        state = load_file(path)
-        return cls(state["images"], state["weights"].to(device))
-
-    def draw(self, y: Tensor, generator: torch.Generator, unelected: float = 0.0) -> Tensor:
-        """One picture for every class of y, in [-1, 1], where y is; a part of them by no one's vote."""
-        shares = self.weights / self.weights.sum(dim=1, keepdim=True)
-        shares = (1 - unelected) * shares + unelected / shares.shape[1]
-        chosen = torch.multinomial(shares[y], 1, generator=generator)[:, 0]
-        return to_z(self.images[y.cpu(), chosen.cpu()].numpy()).to(y.device)
 
 
 @dataclass
@@ -283,8 +267,7 @@ class Generator:
         field = guided(network, ids[y], null, section.guidance)
         if section.port == "elected" and self.elected is not None:
             z = self._space.encode(self.elected.draw(y, generator, section.unelected)).to(y.device)
-            start = interpolate(z, noise_like(z, generator), torch.full((len(z),), section.vary, device=z.device))
-            return euler(field, start, section.steps, section.vary)
+            return euler(field, back_to(z, section.vary, generator), section.steps, section.vary)
         if section.port == "guide" and moments is not None:
             if not isinstance(section.t0, float | int):
                 raise BadInput("sample.t0 = 'plateau' is found by a run, on its public set; give a number here")
@@ -296,90 +279,3 @@ class Generator:
             start = moments.tilted_start(y, section.t0, generator, moved if section.jitter else None)
             return euler(field, start.reshape(shape), section.steps, section.t0)
         return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps)
-
-
-@dataclass
-class RivalGenerator:
-    """What a rival method releases: the weights of a matched network, or an evolved population of images."""
-
-    method: str
-    state: dict[str, Tensor]
-    section: Rival
-    conditioning: Conditioning
-    sample: Sample
-    image: tuple[int, int, int]
-    moments: None = None
-
-    def save(self, weights: Path, card: Path) -> None:
-        from safetensors.torch import save_file
-
-        save_file({name: value.cpu().contiguous() for name, value in self.state.items()}, weights)
-        tokenizer = self.conditioning.tokenizer
-        body = {
-            "method": self.method,
-            "rival": self.section.model_dump(mode="json"),
-            "shape": list(self.image),
-            "classes": list(self.conditioning.classes),
-            "captions": list(self.conditioning.captions),
-            "words": list(tokenizer.words),
-            "length": tokenizer.length,
-            "vocabulary": tokenizer.vocabulary,
-            "sample": self.sample.model_dump(),
-        }
-        card.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
-
-    @classmethod
-    def load(cls, release: Path, device: torch.device) -> RivalGenerator:
-        from safetensors.torch import load_file
-
-        try:
-            body = json.loads((release / "model.json").read_text(encoding="utf-8"))
-            state = {name: value.to(device) for name, value in load_file(release / "model.safetensors").items()}
-            tokenizer = Tokenizer(tuple(body["words"]), body["length"], body["vocabulary"])
-            conditioning = Conditioning(tuple(body["classes"]), tuple(body["captions"]), tokenizer)
-            section, sample = Rival.model_validate(body["rival"]), Sample.model_validate(body["sample"])
-            found = cls(body["method"], state, section, conditioning, sample, tuple(body["shape"]))
-            found._released()
-            return found
-        except Exception as error:
-            raise damaged(release, error) from None
-
-    def _released(self) -> Tensor | matching.Generator:
-        """The population, or the network with its weights."""
-        classes, section = len(self.conditioning.classes), self.section
-        if self.method == "private-evolution":
-            return self.state["population"].reshape(classes, -1, *self.image)
-        net = matching.Generator(self.image, classes, hidden=section.hidden, code=section.code)
-        net.load_state_dict(self.state)
-        return net
-
-    def prompts(self, n: int, device: torch.device) -> Tensor:
-        """n classes in equal parts, sorted: nothing of their proportions is released."""
-        return (torch.arange(n, device=device) * len(self.conditioning.classes)) // max(n, 1)
-
-    def named(self, images: Tensor, y: Tensor, section: Sample, seed: int) -> Tensor:
-        """The classes y that the images were drawn under."""
-        return y
-
-    def check(self, section: Sample) -> None:
-        if section.labels == "found":
-            raise BadInput(f"sample.labels = 'found' needs released moments, and {self.method} releases none")
-
-    @torch.no_grad()
-    def draw(self, y: Tensor, section: Sample, seed: int, track, *, speed: Speed = "plain") -> Tensor:
-        """Images in [-1, 1] for classes y, (n, C, H, W), on the CPU. An evolved population is gone through in order,
-        as often as it takes."""
-        released = self._released()
-        if isinstance(released, Tensor):
-            population = released.cpu()
-            place = torch.zeros(len(y), dtype=torch.int64)
-            for c in y.cpu().unique().tolist():
-                place[y.cpu() == c] = torch.arange(int((y == c).sum())) % population.shape[1]
-            return to_z(population[y.cpu(), place])
-        net = released.to(y.device).eval()
-        parts = list(y.split(section.batch))
-        found = [
-            matching.draw(net, parts[k], step_generator(seed, "sample", k, y.device)).cpu()
-            for k in track(range(len(parts)), 0, len(parts))
-        ]
-        return torch.cat(found) if found else torch.zeros(0, *self.image)

@@ -24,7 +24,12 @@ from straightdp.privacy.workload import GRADIENTS, bucket_id, bucket_steps
 
 ORDER = tuple(KINDS)
 TOLERANCE = 1e-6
-HASHED = ("moments.safetensors", "elected.safetensors", "embedding.safetensors", "model.safetensors", "model.json")
+MADE_BY = {
+    "moments.safetensors": "release/",
+    "elected.safetensors": "release/votes",
+    "embedding.safetensors": "rival/embedding",
+}  # what a mechanism's id begins with
+HASHED = (*MADE_BY, "model.safetensors", "model.json")
 UNHASHED = ("transcript.jsonl", "synthetic", "README.md", "model_card.md", "croissant.json", "report.html")
 NOT_RELEASABLE = {
     "pinned": "the noise key was pinned, so whoever knows it can remove the noise",
@@ -183,16 +188,11 @@ def _totals(entry: Totals, executed: dict[str, int], declared: dict[str, Declara
     if short:
         raise TranscriptError(entry.line, f"closes the run, but {short[0]} did not run as often as it was declared")
     needed = {"model.safetensors", "model.json"}
-    if any(id.startswith("release/") for id in declared):
-        needed.add("moments.safetensors")
-    if "release/votes" in declared:
-        needed.add("elected.safetensors")
-    if "rival/embedding" in declared:
-        needed.add("embedding.safetensors")
+    needed |= {name for name, first in MADE_BY.items() if any(id.startswith(first) for id in declared)}
     if needed - set(entry.files):
         raise TranscriptError(entry.line, f"does not name {min(needed - set(entry.files))}, which such a run releases")
-    if "elected.safetensors" in set(entry.files) - needed:
-        raise TranscriptError(entry.line, "names elected.safetensors, but nothing was voted on")
+    if odd := MADE_BY.keys() & entry.files.keys() - needed:
+        raise TranscriptError(entry.line, f"names {min(odd)}, but declares nothing that would make it")
     if abs(entry.epsilon - recomputed) > TOLERANCE * max(1.0, recomputed):
         raise TranscriptError(entry.line, f"claims epsilon = {entry.epsilon:.6g}, recomputed {recomputed:.6g}")
 

@@ -46,6 +46,11 @@ def noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
 
 
+def back_to(z: Tensor, t: float, generator: torch.Generator) -> Tensor:
+    """z taken back to time t, each record by noise of its own."""
+    return interpolate(z, noise_like(z, generator), torch.full((len(z),), t, device=z.device))
+
+
 def uniform_times(n: int, low: float, high: float, generator: torch.Generator, device: torch.device) -> Tensor:
     """t ~ U[low, high]."""
     return low + (high - low) * torch.rand(n, generator=generator, device=device)

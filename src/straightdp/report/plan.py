@@ -59,6 +59,8 @@ def _cost(recipe: Recipe) -> list[str]:
         stages.append(("pretrain", recipe.pretrain.steps, f"steps of {recipe.pretrain.batch:,} rows"))
     stages.append(("distill", recipe.distill.steps, f"steps of {recipe.distill.batch:,} rows"))
     stages.append(("dp-sgd", dpsgd.steps, f"steps of {batch} records (expected) x {dpsgd.draws} draws"))
+    if recipe.release.votes_share:
+        stages.append(("vote", recipe.release.candidates, "candidates a class, of twice as many draws of the model"))
     steps = "drawn from the release alone" if sample.port == "release" else f"{sample.steps} Euler steps"
     stages.append(("sample", sample.n, f"records, {steps}"))
     return [f"  {name:<11}{number:>8,} {what}" for name, number, what in stages if number]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from straightdp.flow.fit import step_generator
-from straightdp.flow.path import interpolate, noise_like
+from straightdp.flow.path import back_to, noise_like
 from straightdp.flow.sampler import Network, euler, guided
+from straightdp.moments.elected import above_noise
 from straightdp.nets.spaces import Space
 from straightdp.progress import Track, quiet
 
@@ -99,7 +100,7 @@ def evolve(
         votes = vote(r, features.unflatten(0, (classes, population))).cpu()
         if votes.shape != (classes, population) or not bool(votes.isfinite().all()):
             raise ValueError(f"votes should be finite and ({classes}, {population}) but are {tuple(votes.shape)}")
-        weights = (votes.double() - threshold * sigma).clamp_min(0)
+        weights = above_noise(votes, threshold * sigma)
         parents = resample(weights, step_generator(seed, "evolution resample", r, torch.device("cpu")))
         released.append(Round(t, votes, torch.tensor([len(row.unique()) for row in parents])))
         chosen = images[(parents + first_rows).flatten()]
@@ -174,15 +175,11 @@ class FlowPrior:
         self._steps, self._batch = steps, batch
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        return self._arrive(self._noise(n, generator), 0.0)
+        return self._arrive(noise_like(torch.empty(n, *self._space.shape, device=self._device), generator), 0.0)
 
     def vary(self, images: Tensor, t: float, generator: torch.Generator) -> Tensor:
         """At t = 0 nothing of the picture is left; as t goes to 1 the variation becomes the picture itself."""
-        z, xi = self._space.encode(images).to(self._device), self._noise(len(images), generator)
-        return self._arrive(interpolate(z, xi, torch.full((len(z),), t, device=self._device)), t)
-
-    def _noise(self, n: int, generator: torch.Generator) -> Tensor:
-        return noise_like(torch.empty(n, *self._space.shape, device=self._device), generator)
+        return self._arrive(back_to(self._space.encode(images).to(self._device), t, generator), t)
 
     @torch.no_grad()
     def _arrive(self, x: Tensor, t: float) -> Tensor:

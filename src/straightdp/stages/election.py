@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from straightdp import __version__
-from straightdp.compiled import half
 from straightdp.data.records import to_pixels, to_z
 from straightdp.errors import BadInput
 from straightdp.files import file_hash, write_durably
-from straightdp.generator import Elected, Generator, check_names, open_generator
+from straightdp.generator import Generator, check_names, open_generator
 from straightdp.metrics import inception
+from straightdp.moments.elected import Elected, above_noise
 from straightdp.moments.release import VOTES
 from straightdp.privacy.ledger import Ledger
 from straightdp.privacy.vault import Vault
@@ -33,7 +33,7 @@ THRESHOLD = 1.5  # standard deviations of the noise that a candidate's votes mus
 def check(inputs: Inputs) -> None:
     """Refuse, before anything is spent, what could not be voted on."""
     if inputs.recipe.release.votes_share:
-        check_names(inputs.public.shape, inputs.conditioning)
+        check_names(inputs.public.shape, inputs.conditioning, "release.votes_share", "release.votes_share=0")
         if inception.find(inputs.device) is None:
             raise BadInput("records vote in Inception features; fetch them: `straightdp data get inception`")
 
@@ -62,9 +62,8 @@ def vote(inputs: Inputs, candidates: Path, vault: Vault, ledger: Ledger, out: Pa
     """One vote of every record, and what is left of the counts above the noise."""
     device, features = inputs.device, inception.find(inputs.device)
     assert features is not None  # `check` has seen it
-    images, see = load_file(candidates)["images"], half(features.on_device)
-    parts = to_z(images.flatten(0, 1)).split(inception.BATCH[device.type])
-    seen = torch.cat([see(part.to(device)) for part in parts])
+    images, see = load_file(candidates)["images"], inception.quick(features, device)
+    seen = see(to_z(images.flatten(0, 1)))
     vault.bind(VOTES, f"{file_hash(candidates)}|{features.digest}|{device.type}|{__version__}")
     noisy = torch.from_numpy(vault.vote_histogram(VOTES, 0, see, seen.unflatten(0, images.shape[:2])))
     drawn = 1.0 if inputs.leak is None else inputs.leak  # of the declared noise
@@ -73,5 +72,5 @@ def vote(inputs: Inputs, candidates: Path, vault: Vault, ledger: Ledger, out: Pa
 
 def weights_of(noisy: Tensor, sigma: float) -> Tensor:
     """Votes (classes, candidates) above the noise; of a class in which none are, all count alike."""
-    weights = (noisy - THRESHOLD * sigma).clamp_min(0).float()
+    weights = above_noise(noisy, THRESHOLD * sigma).float()
     return torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, 1.0)

@@ -13,7 +13,6 @@ from straightdp.data.captions import from_template
 from straightdp.data.records import to_pixels
 from straightdp.errors import BadInput
 from straightdp.files import file_hash
-from straightdp.generator import RivalGenerator
 from straightdp.metrics import inception
 from straightdp.moments.release import VOTED
 from straightdp.privacy.accountant import Declaration
@@ -23,6 +22,7 @@ from straightdp.progress import tracker
 from straightdp.recipe import OWN_TEXT, Recipe
 from straightdp.rivals import dp_hp, dp_merf, dp_ntk, matching, private_evolution
 from straightdp.rivals.embedding import Embedding
+from straightdp.rivals.generator import RivalGenerator
 from straightdp.stages.inputs import Inputs
 
 EMBEDDING, VOTES = "rival/embedding", "rival/votes"
@@ -87,13 +87,10 @@ def evolve(inputs: Inputs, pretrained: Path, vault: Vault, ledger: Ledger) -> No
     features = inception.find(device)
     assert features is not None  # `check` has seen it
     vault.bind(VOTES, f"{file_hash(pretrained)}|{features.digest}|{device.type}|{__version__}")
-    sigma, one_batch = ledger.declared[VOTES].sigma, half(features.on_device)
-
-    def see(images: torch.Tensor) -> torch.Tensor:
-        return torch.cat([one_batch(part.to(device)) for part in images.split(inception.BATCH[device.type])])
+    sigma, see = ledger.declared[VOTES].sigma, inception.quick(features, device)
 
     def vote(step: int, candidates: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(vault.vote_histogram(VOTES, step, one_batch, candidates)).float()
+        return torch.from_numpy(vault.vote_histogram(VOTES, step, see, candidates)).float()
 
     null, frozen = inputs.conditioning.null(device), bool(inputs.recipe.sd3.model)
     prior = private_evolution.FlowPrior(
