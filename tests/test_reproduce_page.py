@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from straightdp.recipe import load
 from straightdp.reproduce import fronts, labels, plots
 from straightdp.reproduce.experiment import names, read
 from straightdp.reproduce.figures import INTERNAL
@@ -54,6 +55,27 @@ def script() -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "experiments")
         return runpy.run_path(str(ROOT / "experiments" / "results_page.py"))
+
+
+def test_the_best_recipe_takes_what_the_rule_says(tmp_path):
+    """Smallest distance within 0.01 of the best accuracy; the result's own settings are what is set for it."""
+    script = runpy.run_path(str(ROOT / "experiments" / "choose.py"))
+    (table,) = [panel for panel in read(str(ROOT / "experiments" / "choice.toml")).panels if "votes" in panel.title]
+    experiment = read(str(ROOT / "experiments" / "choice.toml"))
+    results = Results(tmp_path)
+    figures = [(0.9701, 30.0), (0.9702, 20.0), (0.98, 40.0), (0.9699, 10.0)]
+    for row, (accuracy, distance) in zip(table.rows, figures, strict=True):
+        job = job_of(experiment, table, row, 5, 0)
+        sets = [{"name": "synthetic data", "distance": distance}]
+        body = {"recipe": job.recipe, "settings": job.settings, "accuracy": {"synthetic data": accuracy}}
+        results.add("choice", job, body | {"quality": {"sets": sets}})
+    for found in (results, Results(tmp_path)):
+        taken = script["choose"](list(script["candidates"](found)))
+        assert taken.job.row == table.rows[1].name
+    said = script["settings"](taken.job)
+    assert {"release.votes_share=0.5", 'sample.port="elected"', "sample.vary=0.65"} <= set(said)
+    wanted = load("best-mnist", said)
+    assert (wanted.release, wanted.sample) == (taken.job.loaded.release, taken.job.loaded.sample)
 
 
 @pytest.fixture(scope="module")
