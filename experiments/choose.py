@@ -1,7 +1,6 @@
 """Which row of choice.toml the best recipe takes, by the rule in that table's note, and what to set in it for that.
 
 python experiments/choose.py
-straightdp reproduce best --rows "MNIST, public strokes (best-mnist)" $(python experiments/choose.py --settings)
 
 Values are taken as they are: of a fifth of the records at five times the ε, every sum, vote and gradient has about the
 same signal for its noise.
@@ -64,16 +63,12 @@ def settings(job: Job, recipe: str = "best-mnist") -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of what was measured")
-    parser.add_argument("--settings", action="store_true", help="print what to set, as options, and no more")
     options = parser.parse_args()
     every = list(candidates(Results(options.results)))
     if not every:
         print("no row was measured; run `straightdp reproduce experiments/choice.toml` first", file=sys.stderr)
         return 2
     taken = choose(every)
-    if options.settings:
-        print(" ".join(f"--set {one}" for one in settings(taken.job)))
-        return 0
     for one in sorted(every, key=lambda one: one.distance):
         mark = "*" if one is taken else " "
         print(f"{mark} {one.accuracy:.3f} {one.distance:6.1f}  {one.job.row}")
