@@ -3,7 +3,7 @@
   python experiments/sd3_prior.py train --out runs/prior            (on an H200: four minutes)
   python experiments/sd3_prior.py train --out runs/small --small --steps 100 --vae-steps 100             (on a CPU)
 
-On an H200 the loss of images that it does not train on is lowest after some 2,500 steps, and rises from there on.
+On an H200 the loss of images that it does not train on falls until some 2,500 steps, and then no more.
 
 It writes OUT/model (a StableDiffusion3Pipeline), OUT/private and OUT/heldout (image folders with metadata.csv),
 OUT/prior.json (sizes, losses, speed) and OUT/samples.png (64 guided samples through our own sampler). Of each class of

@@ -122,3 +122,11 @@ def data(monkeypatch) -> Path:
         pytest.skip("the data sets are not here: set STRAIGHTDP_DATA to the folder that has them")
     monkeypatch.setenv("STRAIGHTDP_DATA", str(DATA))
     return DATA
+
+
+@pytest.fixture(scope="module")
+def book(tiny_data, tmp_path_factory) -> Path:
+    """The tiny recipe, with its noise left to the budget."""
+    path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
+    path.write_text(TINY.format(**tiny_data).replace("sigma = 3.0\n", ""))
+    return path

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import PIN, TINY
+from conftest import PIN
 from straightdp import generator, pipeline, recipe
 from straightdp.audits.replay import replay
 from straightdp.cli import main
@@ -52,13 +52,6 @@ def eyes():
         patch.setattr(inception, "find", lambda device, root=None: Eyes())
         patch.setattr(generator, "LESSONS", LESSONS)
         yield
-
-
-@pytest.fixture(scope="module")
-def book(tiny_data, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "votes.toml"
-    path.write_text(TINY.format(**tiny_data).replace("sigma = 3.0\n", ""))
-    return path
 
 
 @pytest.fixture(scope="module")

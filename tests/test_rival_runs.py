@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from conftest import PIN, TINY
+from conftest import PIN
 from straightdp import pipeline, recipe
 from straightdp.audits.replay import replay
 from straightdp.cli import main
@@ -93,14 +93,6 @@ def eyes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inception, "find", lambda device, root=None: Eyes())
         yield
-
-
-@pytest.fixture(scope="module")
-def book(tiny_data, tmp_path_factory) -> Path:
-    """The tiny recipe, with its noise left to the budget."""
-    path = tmp_path_factory.mktemp("recipe") / "rival.toml"
-    path.write_text(TINY.format(**tiny_data).replace("sigma = 3.0\n", ""))
-    return path
 
 
 def settings(method: str, *more: str) -> tuple[str, ...]:

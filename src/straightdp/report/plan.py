@@ -11,6 +11,7 @@ from straightdp.dpsgd import planner
 from straightdp.moments.basis import fit_basis
 from straightdp.privacy.workload import UNIFORM, Shape, alone, alternatives
 from straightdp.recipe import RIVALS, Recipe
+from straightdp.stages.election import DRAWN
 from straightdp.stages.gather import certificate_of
 from straightdp.stages.public import measured_candidates, measured_horizon, tau_of
 
@@ -60,7 +61,7 @@ def _cost(recipe: Recipe) -> list[str]:
     stages.append(("distill", recipe.distill.steps, f"steps of {recipe.distill.batch:,} rows"))
     stages.append(("dp-sgd", dpsgd.steps, f"steps of {batch} records (expected) x {dpsgd.draws} draws"))
     if recipe.release.votes_share:
-        stages.append(("vote", recipe.release.candidates, "candidates a class, of twice as many draws of the model"))
+        stages.append(("vote", recipe.release.candidates, f"candidates a class, of {DRAWN} times as many draws"))
     steps = "drawn from the release alone" if sample.port == "release" else f"{sample.steps} Euler steps"
     stages.append(("sample", sample.n, f"records, {steps}"))
     return [f"  {name:<11}{number:>8,} {what}" for name, number, what in stages if number]

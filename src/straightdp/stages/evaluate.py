@@ -77,8 +77,8 @@ def run(inputs: Inputs) -> None:
         body["left_out"].append(NO_HOLDOUT)
         write_text(folder.evaluation, json.dumps(body, indent=1))
         return
-    sets, encoder = list(_image_sets(inputs)), _encoder(inputs)
-    classifiers = _classifiers(inputs, encoder)
+    sets, eyes = list(_image_sets(inputs)), _eyes(inputs)
+    classifiers = _classifiers(inputs, eyes)
     body["scores"] = [*_scores(inputs, sets, classifiers), *_slot_scores(inputs, sets[0], classifiers)]
     if inputs.recipe.evaluate.probe == "linear" and len(classifiers.keys() & PROBES.keys()):
         body["left_out"].append(NO_ENCODER)
@@ -91,7 +91,7 @@ def run(inputs: Inputs) -> None:
         elif len(sets[0].z) < 2:
             body["left_out"].append(TOO_FEW)
         else:
-            body |= _quality(inputs, sets, features, encoder)
+            body |= _quality(inputs, sets, features, eyes)
     else:
         body["left_out"].append(NOT_THOROUGH)
     write_text(folder.evaluation, json.dumps(body, indent=1))
@@ -123,23 +123,23 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
         yield ImageSet("public model only", note, _on_grid(draws), labels[prompts.cpu()])
 
 
-def _encoder(inputs: Inputs) -> Remembered | None:
-    """The linear probe's, if one is wanted and to be had."""
+def _eyes(inputs: Inputs) -> Remembered | None:
+    """The linear probe's encoder, if one is wanted and to be had."""
     section = inputs.recipe.evaluate
     encoder = find_encoder(section.clip, inputs.device) if section.probe == "linear" else None
     return None if encoder is None else Remembered(encoder, tracker("features"))
 
 
-def _classifiers(inputs: Inputs, encoder: Remembered | None) -> dict[str, FitClassifier]:
+def _classifiers(inputs: Inputs, eyes: Remembered | None) -> dict[str, FitClassifier]:
     """What is trained on images and labels, by name: our own networks, or a linear map of frozen features."""
     section, device = inputs.recipe.evaluate, inputs.device
-    if encoder is not None:
+    if eyes is not None:
 
         def linear(z: Tensor, y: Tensor, classes: int, seed: int) -> Predict:
-            predict = fit_linear(encoder(z), y, classes)
-            return lambda images: predict(encoder(images))
+            predict = fit_linear(eyes(z), y, classes)
+            return lambda images: predict(eyes(images))
 
-        return {f"linear probe on {encoder.encoder.name}": linear}
+        return {f"linear probe on {eyes.encoder.name}": linear}
 
     def network(probe: str) -> FitClassifier:
         return lambda z, y, classes, seed: fit_probe(z, y, classes, section, seed, device, probe)
@@ -204,14 +204,14 @@ def _label_aware(inputs: Inputs, sets: list[ImageSet], classifier: FitClassifier
     ]
 
 
-def _quality(inputs: Inputs, sets: list[ImageSet], features: inception.Features, encoder: Remembered | None) -> dict:
-    """Distances in Inception's features, of at most `evaluate.images` images of each set; the probe's encoder may have
+def _quality(inputs: Inputs, sets: list[ImageSet], features: inception.Features, eyes: Remembered | None) -> dict:
+    """Distances in Inception's features, of at most `evaluate.images` images of each set; the probe's eyes may have
     seen them already."""
     measures, most = inputs.intake.measures, inputs.recipe.evaluate.images
 
     def of(z: Tensor) -> Tensor:
-        if encoder is not None and encoder.encoder.digest == features.digest:
-            return encoder(z)
+        if eyes is not None and eyes.encoder.digest == features.digest:
+            return eyes(z)
         return features(z, tracker("features"))
 
     rows, within = [], {}
