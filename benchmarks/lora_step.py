@@ -109,7 +109,7 @@ def plain(net: Velocity, batch: tuple[Tensor, ...], arguments: argparse.Namespac
     parameters, losses = trainable(net), record_losses(net)
 
     def gradient(*batch: Tensor) -> Tensor:
-        with sdpa_kernel(ATTENTION):  # for the blocks that run again, too
+        with sdpa_kernel(ATTENTION[arguments.device]):  # for the blocks that run again, too
             found = torch.autograd.grad(losses(*batch).sum(), parameters)
         return torch.cat([g.flatten() for g in found])
 

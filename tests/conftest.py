@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from straightdp import compiled
 from straightdp.data.demo import digits, letters
 from straightdp.data.sources import load
 from straightdp.errors import BadInput
@@ -92,6 +93,15 @@ def save(path: Path, records, n: int) -> Path:
         names = names.astype(np.int64)
     np.savez(path, images=records.x[:n, 0], labels=names)
     return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def in_float32():
+    """Oracles are compared with the networks' float32, on every processor; runs in processes of their own take what
+    the processor has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_processor_halves", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from straightdp.compiled import in_bfloat16
 from straightdp.dpsgd import uses
 from straightdp.dpsgd.clipping import MARGIN, ClippingEngine, gradient_norms
 from straightdp.dpsgd.factors import Outer, Scatter, Whole, summed
@@ -36,18 +37,8 @@ def batch_of(z: Tensor, draws: int, seed: int = 0) -> tuple[Tensor, ...]:
     return draw(z, captions, null, DpSgd(draws=draws), Bucket(0.2, 1.0), TorchDraws(generator))
 
 
-def half_on_cpu(net):
-    """The network as a GPU would run it: bfloat16 products, float32 around it."""
-
-    def run(*inputs):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return net(*inputs).float()
-
-    return run
-
-
 def engine_for(net, clip: float, draws: int, *, half: bool = False) -> ClippingEngine:
-    engine = ClippingEngine(net, record_losses(half_on_cpu(net) if half else net), clip)
+    engine = ClippingEngine(net, record_losses(in_bfloat16(net) if half else net), clip)
     engine.preflight(batch_of(torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(9)), draws))
     return engine
 
@@ -246,7 +237,7 @@ def test_no_kind_of_layer_contributes_above_the_clip_in_float64(seed, half, clip
     """Gradients of a record's tokens that cancel to a part in 1e3, or wholly: sums are then mostly rounding."""
     torch.manual_seed(seed)
     net = Everything()
-    network = half_on_cpu(net) if half else net
+    network = in_bfloat16(net) if half else net
     engine = ClippingEngine(net, lambda ids, scale, w: 100 + (network(ids, scale) * w).sum(dim=(1, 2)), clip)
     engine.preflight((torch.randint(0, 6, (3, 12)), torch.rand(3), torch.randn(3, 12, 4)))
     scale = 10.0 ** torch.randint(-6, 5, (40,)).float()

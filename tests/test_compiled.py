@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from straightdp import compiled
 from straightdp.cli import main
-from straightdp.compiled import Compiled
+from straightdp.compiled import Compiled, arithmetic, half, halves, in_bfloat16
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.errors import BadInput
 from straightdp.files import file_hash
+from straightdp.privacy.vault import Vault
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("g++", "c++", "clang++")), reason="no C++ compiler was found"
@@ -347,3 +349,75 @@ def test_a_run_whose_compiled_step_goes_wrong_keeps_none_of_its_sums(tiny, tmp_p
     for name in ("model.safetensors", "moments.safetensors"):
         one, two = (file_hash(folder / "release" / name) for folder in (run, tmp_path / "calm"))
         assert one == two, name
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[False, True], ids=["float32", "bfloat16"])
+def halved(request, monkeypatch) -> bool:
+    """Whether the processor has bfloat16's products."""
+    monkeypatch.setattr(compiled, "_processor_halves", lambda: request.param)
+    return request.param
+
+
+def test_a_network_runs_in_bfloat16_where_the_processor_multiplies_it(halved):
+    """Rounded to bfloat16's 8 bits or not at all; what comes back is float32 either way."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(32, 64)
+    with torch.no_grad():
+        found, exact, rounded = half(layer)(x), layer(x), in_bfloat16(layer)(x)
+    assert found.dtype == torch.float32
+    off = float((found - exact).norm() / exact.norm())
+    assert 2**-11 < off < 2**-7 if halved else off == 0
+    assert torch.equal(found, rounded) == halved
+    assert (halves(CPU), arithmetic(CPU)) == (halved, "cpu in bfloat16" if halved else "cpu")
+    assert halves("cuda")
+    assert arithmetic("cuda") == "cuda"
+
+
+def test_attention_in_bfloat16_on_a_processor_is_that_of_float32_but_for_rounding():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    found = in_bfloat16(lambda *parts: torch.nn.functional.scaled_dot_product_attention(*parts))(q, k, v)
+    for one, two in zip(
+        (found, *torch.autograd.grad(found.square().sum(), (q, k, v))),
+        (wanted, *torch.autograd.grad(wanted.square().sum(), (q, k, v))),
+        strict=True,
+    ):
+        assert float((one - two).detach().norm() / two.norm()) < 0.02
+
+
+SHORT = ("pretrain.steps=20", "distill.steps=20", "dpsgd.steps=20", "evaluate.seeds=1", "sample.n=20")
+SHORTENED = [word for one in (*SHORT, f'privacy.pinned_key="{"aa" * 32}"') for word in ("--set", one)]
+
+
+def test_a_run_in_bfloat16_repeats_itself_and_is_not_the_run_in_float32(tiny, tmp_path, monkeypatch):
+    def weights(name: str, halved: bool) -> str:
+        monkeypatch.setattr(compiled, "_processor_halves", lambda: halved)
+        assert main(["run", str(tiny), "--out", str(tmp_path / name), *SHORTENED]) == 0
+        assert main(["replay", str(tmp_path / name / "release")]) == 1  # pinned, and sound but for that
+        return file_hash(tmp_path / name / "release/model.safetensors")
+
+    assert weights("one", True) == weights("two", True) != weights("plain", False)
+
+
+def test_noise_that_hid_a_sum_of_float32_hides_none_of_bfloat16(tiny, tmp_path, monkeypatch, capsys):
+    """A run begun on one processor and taken up on another would give the same step another sum under the same noise."""
+    run, drawn = tmp_path / "run", Vault.noisy_gradient
+
+    def stops(self, id, step, *rest, **named):
+        if step == 15:
+            raise KeyboardInterrupt
+        return drawn(self, id, step, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Vault, "noisy_gradient", stops)
+        assert main(["run", str(tiny), "--out", str(run), *SHORTENED]) == 130
+    again = ["run", str(tiny), "--out", str(run), "--resume", *SHORTENED]
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "_processor_halves", lambda: True)
+        assert main(again) == 3
+    assert "dpsgd/gradients" in capsys.readouterr().err
+    assert main(again) == 0

@@ -19,6 +19,7 @@ from conftest import PIN, TINY
 from straightdp import pipeline, recipe
 from straightdp.audits.replay import replay
 from straightdp.cli import main
+from straightdp.compiled import in_bfloat16
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.trainer import Bucket, made_up, record_losses
 from straightdp.errors import BadInput, BudgetRefused
@@ -531,16 +532,6 @@ VARIANTS = {
 }
 
 
-def half_on_cpu(net):
-    """The network as a GPU would run it: bfloat16 products, float32 around it."""
-
-    def run(*inputs):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return net(*inputs).float()
-
-    return run
-
-
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_projects_own_network_passes_preflight_whatever_its_weights(variant, half):
@@ -551,7 +542,7 @@ def test_the_projects_own_network_passes_preflight_whatever_its_weights(variant,
         if spread is not None:
             for parameter in net.parameters():
                 nn.init.normal_(parameter, 0, spread)
-        engine = ClippingEngine(net, record_losses(half_on_cpu(net) if half else net), 1.0)
+        engine = ClippingEngine(net, record_losses(in_bfloat16(net) if half else net), 1.0)
         null = torch.zeros(1, 4, dtype=torch.int64)
         covered = engine.preflight(made_up(net, null, DpSgd(draws=2), Bucket(0.3, 1.0)))
         assert {part.name for part in covered} == {name for name, _ in net.named_parameters()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -21,8 +22,12 @@ from straightdp import turns
 from straightdp.errors import BadInput
 
 CLOSE = 0.1  # of an output's length: well above what bfloat16's rounding, in another order, is reckoned to change
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels that may compute it. Not cuDNN's: on Hopper its backward pass is reported to give NaN for some shapes."""
+ATTENTION = {
+    "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cpu": [SDPBackend.MATH],
+}
+"""Kernels that may compute it in bfloat16. Not cuDNN's: on Hopper its backward pass is reported to give NaN for some
+shapes. Not the processor's own: its backward pass takes longer than all else together."""
 
 Function = Callable[..., Any]
 
@@ -165,15 +170,43 @@ def _apart(one: Tensor, two: Tensor) -> float:
 
 
 def half(network: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The network in bfloat16 on a GPU; inputs, outputs and everything around it stay float32."""
+    """The network in bfloat16 where the device multiplies it (`halves`), else in float32."""
+    halved = in_bfloat16(network)
 
     def run(x: Tensor, *others: Tensor) -> Tensor:
-        if not x.is_cuda:
-            return network(x, *others).float()
-        with torch.autocast("cuda", dtype=torch.bfloat16), sdpa_kernel(ATTENTION):
+        return halved(x, *others) if halves(x.device) else network(x, *others).float()
+
+    return run
+
+
+def in_bfloat16(network: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The network's products in bfloat16; inputs, outputs and everything around it stay float32."""
+
+    def run(x: Tensor, *others: Tensor) -> Tensor:
+        kind = x.device.type
+        with torch.autocast(kind, dtype=torch.bfloat16), sdpa_kernel(ATTENTION[kind]):
             return network(x, *others).float()
 
     return run
+
+
+def halves(device: torch.device | str) -> bool:
+    """Whether networks run in bfloat16 there: on a GPU, and on a processor that has instructions for its products."""
+    kind = torch.device(device).type
+    return kind == "cuda" or (kind == "cpu" and _processor_halves())
+
+
+def arithmetic(device: torch.device | str) -> str:
+    """How networks are computed there: what the last bits of a private sum may hang on, beside what it is bound to."""
+    kind = torch.device(device).type
+    return f"{kind} in bfloat16" if kind == "cpu" and halves(device) else kind
+
+
+@cache
+def _processor_halves() -> bool:
+    """AVX-512's bfloat16 or AMX. Where the instructions are missing it is slower than float32."""
+    known = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(one() for one in known if one is not None)
 
 
 def _replayed(run: Function, inputs: Sequence[Tensor]) -> Function:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from straightdp import __version__
+from straightdp.compiled import arithmetic
 from straightdp.data.records import to_pixels, to_z
 from straightdp.errors import BadInput
 from straightdp.files import file_hash, write_durably
@@ -64,7 +65,7 @@ def vote(inputs: Inputs, candidates: Path, vault: Vault, ledger: Ledger, out: Pa
     assert features is not None  # `check` has seen it
     images, see = load_file(candidates)["images"], inception.quick(features, device)
     seen = see(to_z(images.flatten(0, 1)))
-    vault.bind(VOTES, f"{file_hash(candidates)}|{features.digest}|{device.type}|{__version__}")
+    vault.bind(VOTES, f"{file_hash(candidates)}|{features.digest}|{arithmetic(device)}|{__version__}")
     noisy = torch.from_numpy(vault.vote_histogram(VOTES, 0, see, seen.unflatten(0, images.shape[:2])))
     drawn = 1.0 if inputs.leak is None else inputs.leak  # of the declared noise
     write_durably(out, save(Elected(images, weights_of(noisy, ledger.declared[VOTES].sigma * drawn)).state()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from straightdp import __version__
-from straightdp.compiled import Compiled, Speed, fastest, half
+from straightdp.compiled import Compiled, Speed, fastest, half, halves
 from straightdp.data.records import Records
 from straightdp.files import file_hash
 from straightdp.flow.fit import StepGradients, fit, step_generator, trainable
@@ -144,7 +144,7 @@ def fit_velocity(inputs: Inputs, net: VelocityNet, batch: MakeBatch, name: str, 
         ways["compiled"] = Compiled(fast, speed="compiled")
     if inputs.speed != "plain" and inputs.device.type == "cuda":
         ways["captured"] = Compiled(fast, speed="captured")
-    if inputs.device.type == "cuda":
+    if halves(inputs.device):
         ways["bfloat16"] = fast
     ways["float32"] = plain
     checked = {0, 10, 100, *range(0, section.steps, max(50, section.steps // 20))}

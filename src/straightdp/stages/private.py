@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from straightdp import __version__
+from straightdp.compiled import arithmetic
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.planner import start_of_times
 from straightdp.dpsgd.trainer import Bucket, draw, made_up, public_clip, record_losses, train
@@ -125,7 +126,7 @@ def starting_point(inputs: Inputs, start: Path) -> str:
     plan = inputs.folder.plan.read_text()
     some = "" if inputs.recipe.dpsgd.parameters == ALL else f"|{','.join(inputs.recipe.dpsgd.parameters)}"
     seen = _eyes(inputs, words=True)
-    return f"{file_hash(start)}|{plan}|{seen}|{inputs.device.type}{some}"  # a device has its own draws
+    return f"{file_hash(start)}|{plan}|{seen}|{arithmetic(inputs.device)}{some}"  # a device has its own draws
 
 
 def _eyes(inputs: Inputs, *, words: bool) -> str:

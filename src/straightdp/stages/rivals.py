@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from straightdp import __version__
-from straightdp.compiled import Compiled, half
+from straightdp.compiled import Compiled, arithmetic, half
 from straightdp.data.captions import from_template
 from straightdp.data.records import to_pixels
 from straightdp.errors import BadInput
@@ -86,7 +86,7 @@ def evolve(inputs: Inputs, pretrained: Path, vault: Vault, ledger: Ledger) -> No
     section, device = inputs.recipe.rival, inputs.device
     features = inception.find(device)
     assert features is not None  # `check` has seen it
-    vault.bind(VOTES, f"{file_hash(pretrained)}|{features.digest}|{device.type}|{__version__}")
+    vault.bind(VOTES, f"{file_hash(pretrained)}|{features.digest}|{arithmetic(device)}|{__version__}")
     sigma, see = ledger.declared[VOTES].sigma, inception.quick(features, device)
 
     def vote(step: int, candidates: torch.Tensor) -> torch.Tensor:
