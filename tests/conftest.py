@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from straightdp import compiled
 from straightdp.data.demo import digits, letters
 from straightdp.data.sources import load
 from straightdp.errors import BadInput
@@ -97,10 +96,9 @@ def save(path: Path, records, n: int) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def in_float32():
-    """Oracles are compared with the networks' float32, on every processor; runs in processes of their own take what
-    the processor has."""
+    """Oracles are compared with the networks' float32, on every processor, in this process and those that it starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "_processor_halves", lambda: False)
+        patch.setenv("STRAIGHTDP_BFLOAT16", "off")
         yield
 
 

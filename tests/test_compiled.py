@@ -386,7 +386,7 @@ def test_attention_in_bfloat16_on_a_processor_is_that_of_float32_but_for_roundin
         (wanted, *torch.autograd.grad(wanted.square().sum(), (q, k, v))),
         strict=True,
     ):
-        assert float((one - two).detach().norm() / two.norm()) < 0.02
+        assert float((one - two).detach().norm() / two.detach().norm()) < 0.02
 
 
 SHORT = ("pretrain.steps=20", "distill.steps=20", "dpsgd.steps=20", "evaluate.seeds=1", "sample.n=20")
@@ -403,8 +403,18 @@ def test_a_run_in_bfloat16_repeats_itself_and_is_not_the_run_in_float32(tiny, tm
     assert weights("one", True) == weights("two", True) != weights("plain", False)
 
 
+def test_bfloat16_can_be_turned_off(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert not halves("cpu")  # as all tests have it
+    monkeypatch.delenv("STRAIGHTDP_BFLOAT16")
+    assert halves("cpu")
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    assert not halves("cpu")
+
+
 def test_noise_that_hid_a_sum_of_float32_hides_none_of_bfloat16(tiny, tmp_path, monkeypatch, capsys):
-    """A run begun on one processor and taken up on another would give the same step another sum under the same noise."""
+    """Taken up on another processor, a run would give the same step another sum under the same noise."""
     run, drawn = tmp_path / "run", Vault.noisy_gradient
 
     def stops(self, id, step, *rest, **named):

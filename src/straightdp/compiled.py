@@ -8,9 +8,9 @@ step that is wrong would train a wrong network, and would clip private gradients
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -202,9 +202,11 @@ def arithmetic(device: torch.device | str) -> str:
     return f"{kind} in bfloat16" if kind == "cpu" and halves(device) else kind
 
 
-@cache
 def _processor_halves() -> bool:
-    """AVX-512's bfloat16 or AMX. Where the instructions are missing it is slower than float32."""
+    """AVX-512's bfloat16 or AMX, unless STRAIGHTDP_BFLOAT16=off. Where the instructions are missing it is slower than
+    float32."""
+    if os.environ.get("STRAIGHTDP_BFLOAT16") == "off":
+        return False
     known = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(one() for one in known if one is not None)
 

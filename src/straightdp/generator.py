@@ -20,10 +20,9 @@ from straightdp.flow.sampler import Network, euler, guided
 from straightdp.moments.elected import Elected
 from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
-from straightdp.nets.backbone import Backbone
+from straightdp.nets.backbone import Backbone, OwnVelocity, own_net
 from straightdp.nets.captions import CaptionIds, Tokenizer
 from straightdp.nets.classifiers import SMALLEST, LeNet, Predict, fit_classifier
-from straightdp.nets.mmdit import MMDiT
 from straightdp.nets.spaces import Codes, Pixels, Space
 from straightdp.nets.velocity import VelocityNet
 from straightdp.progress import tracker
@@ -138,7 +137,7 @@ class Generator:
     def save(self, weights: Path, card: Path) -> None:
         from safetensors.torch import save_file
 
-        assert isinstance(self.net, MMDiT)
+        assert isinstance(self.net, OwnVelocity)
         state, latent = dict(self.net.state_dict()), None
         if isinstance(self._space, Codes):
             autoencoder = self._space.autoencoder
@@ -173,7 +172,7 @@ class Generator:
             conditioning = Conditioning(
                 tuple(body["classes"]), tuple(body["captions"]), tokenizer, tuple(body.get("labels", ()))
             )
-            net = MMDiT(section, tuple(body["shape"]))
+            net = own_net(section, tuple(body["shape"]))
             net.load_state_dict({k: v for k, v in weights.items() if not k.startswith(AUTOENCODER)})
             space: Space = Pixels(net.shape)
             if body.get("latent"):

@@ -195,6 +195,8 @@ class Recipe(Section):
             tree["candidates"] = {key: getattr(self.sample, key) for key in drawn}
         if self.dpsgd.parameters == ALL:
             tree["dpsgd"].pop("parameters")
+        if self.net.kind == "mmdit":
+            tree["net"].pop("kind")
         if self.run.method == "private-evolution" or self.sd3.model:  # some public images are drawn as others are
             drawn = ("steps", "batch", "guidance") if self.sd3.model else ("steps", "batch")
             tree["prior"] = {key: getattr(self.sample, key) for key in drawn}

@@ -106,8 +106,12 @@ class Latent(Section):
 
 
 class Net(Section):
-    """The dual-stream MM-DiT of the paper's last table."""
+    """The dual-stream MM-DiT of the paper's last table, or a convolutional U-Net."""
 
+    kind: Literal["mmdit", "unet"] = Field(
+        default="mmdit",
+        description="unet: convolutions, width channels at full resolution; sooner crisp on small pictures",
+    )
     width: Count = 192
     depth: Count = 6
     heads: Count = 6
@@ -127,6 +131,16 @@ class Net(Section):
         """This network, or one without constraints where they come post hoc."""
         free = {"B0": None, "l0": None, "decoupled": False, "s": None, "post_hoc": False}
         return self.model_copy(update=free) if self.post_hoc else self
+
+    @model_validator(mode="after")
+    def _has_what_it_constrains(self) -> Net:
+        if self.kind == "unet":
+            for name in ("B0", "l0", "decoupled", "s", "post_hoc"):
+                if getattr(self, name) not in (None, False):
+                    raise ValueError(f"net.{name} constrains the MM-DiT's streams: leave it out, or set net.kind=mmdit")
+            if self.width % 8:
+                raise ValueError(f"width {self.width} must be a multiple of 8: a U-Net's norms have groups of channels")
+        return self
 
     @model_validator(mode="after")
     def _divides(self) -> Net:

@@ -1,1 +1,1 @@
-"""Networks: the dual-stream MM-DiT, its frozen caption encoder, and small classifiers."""
+"""Networks: the dual-stream MM-DiT, a U-Net in its place, their frozen caption encoder, and small classifiers."""

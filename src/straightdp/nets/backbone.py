@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from straightdp.nets.mmdit import MMDiT
+from straightdp.nets.unet import UNet
 from straightdp.nets.velocity import VelocityNet
 from straightdp.recipe import Net
 
@@ -30,17 +31,25 @@ class Backbone(Protocol):
     def restore(self, net: VelocityNet, state: dict[str, Tensor]) -> None: ...
 
 
+OwnVelocity = MMDiT | UNet
+"""Networks of our own, which a release can hold whole."""
+
+
+def own_net(section: Net, shape: tuple[int, int, int]) -> OwnVelocity:
+    return UNet(section, shape) if section.kind == "unet" else MMDiT(section, shape)
+
+
 @dataclass(frozen=True)
 class OwnNet:
-    """An MM-DiT, all of it trained."""
+    """A network of our own, all of it trained."""
 
     section: Net
     digest: str = ""
 
-    def new_net(self, shape: tuple[int, int, int], seed: int) -> MMDiT:
+    def new_net(self, shape: tuple[int, int, int], seed: int) -> OwnVelocity:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return MMDiT(self.section, shape)
+            return own_net(self.section, shape)
 
     def state(self, net: nn.Module) -> dict[str, Tensor]:
         return net.state_dict()

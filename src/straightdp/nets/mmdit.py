@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from straightdp.nets.captions import CaptionEncoder
 from straightdp.nets.constraints import cap, within
 from straightdp.nets.velocity import VelocityNet
+from straightdp.nets.waves import waves
 from straightdp.recipe import Net
 
 
@@ -151,13 +152,6 @@ class MMDiT(VelocityNet):
         p, (rows, columns) = self.section.patch, self.grid
         x = tokens.reshape(len(tokens), rows, columns, self.shape[0], p, p)
         return x.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), *self.shape)
-
-
-def waves(position: Tensor, width: int) -> Tensor:
-    """Sinusoidal features of a scalar position, (n,) to (n, width)."""
-    frequencies = torch.exp(-math.log(10_000) * torch.arange(width // 2, device=position.device) / (width // 2))
-    angles = position.unsqueeze(-1) * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def grid_positions(rows: int, columns: int, width: int) -> Tensor:

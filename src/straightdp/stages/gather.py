@@ -90,7 +90,7 @@ def _check_shape(recipe: Recipe, public: Records) -> None:
     side, shape = public.shape[1], public.shape
     if recipe.latent.d is not None:
         shape = code_shape(recipe.latent.d, side)
-    if shape[1] % recipe.net.patch:
+    if recipe.net.kind == "mmdit" and shape[1] % recipe.net.patch:
         where = f"images of {side} pixels" if recipe.latent.d is None else f"codes of {shape[1]} x {shape[1]}"
         raise BadInput(f"{where} do not divide into patches of {recipe.net.patch}; set net.patch")
     if release_parts(recipe) and recipe.release.project:
