@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from straightdp.compiled import Compiled, Speed
+from straightdp.compiled import Compiled, Speed, halves
 from straightdp.dpsgd.clipping import ClippingEngine
 from straightdp.dpsgd.trainer import record_losses
 
@@ -210,7 +210,7 @@ def _opacus(work: Work, optimizer, loss: Callable, size: int) -> Contender:
 
 
 def _arithmetic(work: Work) -> str:
-    return "bf16 autocast" if work.device.type == "cuda" else "float32"
+    return "bf16 autocast" if halves(work.device) else "float32"
 
 
 CONTENDERS: dict[str, Callable[[Case], Contender]] = {

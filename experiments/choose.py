@@ -22,7 +22,7 @@ from straightdp.reproduce.results import Results, measured
 
 HERE = Path(__file__).parent
 PANELS, WITHIN = 1, 0.01  # the last panel's rows; what accuracy may be given for distance
-CHOSEN = ("pretrain", "release", "distill", "dpsgd", "sample")  # sections of a recipe
+CHOSEN = ("net", "pretrain", "release", "distill", "dpsgd", "sample")  # sections of a recipe
 
 
 @dataclass(frozen=True)

@@ -424,3 +424,25 @@ def test_whole_joined_bounds_the_cancellation_of_two_uses():
     squared, error = one.joined(other).norms()
     assert float(squared) == 0
     assert float(error) >= 4 * (1e4 * 2.0**-24) ** 2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_kept_from_their_norms_are_those_that_the_sum_finds_without(bias):
+    """Many tokens, a small map: the sum takes what the norms have written out, a bad record adding nothing."""
+    generator = torch.Generator().manual_seed(3)
+    a, g = torch.randn(5, 40, 6, generator=generator), torch.randn(5, 40, 3, generator=generator)
+    a[2, 7, 1] = float("nan")
+    factor = torch.tensor([0.5, 1.0, 0.0, 0.25, 0.0])
+    asked, unasked = Outer(a, g, bias), Outer(a, g, bias)
+    assert asked.written
+    assert not Outer(a[:, :2], g[:, :2], bias).written
+    squared, error = asked.norms()
+    expected = torch.einsum("n,ntp,ntd->pd", factor[[0, 1, 3]], g[[0, 1, 3]], a[[0, 1, 3]])
+    for found in (asked.weighted(factor), unasked.weighted(factor)):
+        assert len(found) == 1 + bias
+        torch.testing.assert_close(found[0], expected)
+        if bias:
+            torch.testing.assert_close(found[1], torch.einsum("n,ntp->p", factor, g))
+    exact = torch.einsum("ntp,ntd->npd", g.double(), a.double()).square().sum(dim=(1, 2))
+    exact += g.double().sum(dim=1).square().sum(dim=1) * bias
+    assert bool((((squared - exact).abs() <= error) | exact.isnan()).all())

@@ -35,13 +35,19 @@ class Outer:
     g: Tensor
     bias: bool
     groups: int = 1
-    _kept: list[Tensor] = field(default_factory=list, repr=False, compare=False)  # what the fused kernel left
+    _kept: list[Tensor] = field(default_factory=list, repr=False, compare=False)  # what the norms left for the sum
 
     @property
     def ghost(self) -> bool:
         """Whether sum_{s,t} (a_s . a_t)(g_s . g_t) is cheaper than ||sum_t g_t a_t^T||^2."""
         tokens, d, p = self.a.shape[1], self.a.shape[2], self.g.shape[2]
         return tokens * (d + p) < d * p
+
+    @property
+    def written(self) -> bool:
+        """Whether each record's gradient is kept from its norm for the sum: it is then far smaller than a and g."""
+        tokens, d, p = self.a.shape[1], self.a.shape[2], self.g.shape[2]
+        return self.groups == 1 and tokens > 1 and not self.ghost and 2 * d * p <= tokens * (d + p)
 
     @property
     def fused(self) -> bool:
@@ -54,8 +60,10 @@ class Outer:
             bias, unit = sums.square().sum(dim=1), kernels.EPS
         else:
             a, g = self.a.float(), self.g.float()
-            aa, gg = squared_length(a), squared_length(g)
-            weight, bias = self._plain(a, g, aa, gg), squared_length(g.sum(dim=1))
+            aa, gg, sums = squared_length(a), squared_length(g), g.sum(dim=1)
+            weight, bias = self._plain(a, g, aa, gg), squared_length(sums)
+            if self.written:
+                self._kept.append(sums)
             unit = EPS
         terms = tokens + SLACK + (max(d, p) if self.ghost or tokens == 1 else 0)
         # k-term products are off by k units times (sum_t |a_t||g_t|)^2, at most |a|^2 |g|^2 by Cauchy-Schwarz;
@@ -79,7 +87,10 @@ class Outer:
             return aa * gg
         if self.ghost:
             return ((a @ a.mT) * (g @ g.mT)).sum(dim=(1, 2))
-        return squared_length(g.mT @ a)
+        gradient = g.mT @ a
+        if self.written:
+            self._kept[:] = [gradient]
+        return squared_length(gradient)
 
     def weighted(self, factor: Tensor, *, finite: bool = False) -> tuple[Tensor, ...]:
         """(weight's sum as (groups * p, d), bias's sum if there is one)."""
@@ -88,6 +99,9 @@ class Outer:
             if not self.bias:
                 return (weight,)
             return weight, torch.where(factor[:, None] > 0, self._fused_norms()[3], 0.0).T @ factor
+        if self._kept:
+            weight, bias = (_sum_of(value, factor, finite=finite) for value in self._kept)
+            return (weight, bias) if self.bias else (weight,)
         factor = factor.repeat_interleave(self.groups)[:, None, None]
         a, g = self.a.float(), self.g.float()
         if not finite:
@@ -110,6 +124,13 @@ class Outer:
     def joined(self, other: Outer) -> Outer:
         """The same parameters used again in one pass: their tokens side by side."""
         return Outer(torch.cat([self.a, other.a], dim=1), torch.cat([self.g, other.g], dim=1), self.bias, self.groups)
+
+
+def _sum_of(value: Tensor, factor: Tensor, *, finite: bool) -> Tensor:
+    """Records' gradients (n, ...), each by its factor, added up."""
+    shaped = factor.reshape(-1, *[1] * (value.dim() - 1))
+    value = value if finite else torch.where(shaped > 0, value, 0.0)
+    return (factor @ value.flatten(1)).reshape(value.shape[1:])
 
 
 @dataclass(frozen=True)
