@@ -406,6 +406,9 @@ def test_a_run_in_bfloat16_repeats_itself_and_is_not_the_run_in_float32(tiny, tm
 def test_bfloat16_can_be_turned_off(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert not halves("cpu")  # as all tests have it
+    monkeypatch.setenv("STRAIGHTDP_BFLOAT16", "no")
+    with pytest.raises(BadInput, match="set it to on or off"):
+        halves("cpu")
     monkeypatch.delenv("STRAIGHTDP_BFLOAT16")
     assert halves("cpu")
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
@@ -429,5 +432,5 @@ def test_noise_that_hid_a_sum_of_float32_hides_none_of_bfloat16(tiny, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "_processor_halves", lambda: True)
         assert main(again) == 3
-    assert "dpsgd/gradients" in capsys.readouterr().err
+    assert "STRAIGHTDP_BFLOAT16" in capsys.readouterr().err
     assert main(again) == 0

@@ -217,6 +217,18 @@ def test_the_slim_weights_give_the_features_of_the_check_file(slim):
     torch.testing.assert_close(alone, found[3:4], rtol=1e-4, atol=1e-4)
 
 
+def test_votes_may_see_smaller_pictures(slim):
+    """The same network over a smaller picture of the same: other features, batch by batch."""
+    features, z = load_slim(slim, CPU), torch.rand(17, 1, 28, 28, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    small = inception.quick(features, CPU, 139)(z)
+    with torch.no_grad():
+        expected = features.net(F.interpolate(z, (139, 139), mode="bilinear").expand(-1, 3, -1, -1))
+    torch.testing.assert_close(small, expected, rtol=1e-3, atol=1e-4)
+    whole = inception.quick(features, CPU)(z[:2])
+    torch.testing.assert_close(whole, features(z[:2]), rtol=1e-3, atol=1e-4)
+    assert float((small[:2] - whole).norm() / whole.norm()) > 0.1
+
+
 def test_the_slim_weights_stand_in_where_the_published_are_missing(slim, tmp_path):
     assert find(CPU, tmp_path) is None
     (tmp_path / "weights").symlink_to(slim.parent)

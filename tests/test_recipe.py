@@ -181,6 +181,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "image": {"size": 9, "channels": 3},
     "latent": {"d": 32, "width": 8, "steps": 1, "batch": 2, "lr": 1.0, "noise": 0.5, "radius_quantile": 0.5},
     "net": {
+        "kind": "unet",
         "width": 96,
         "depth": 5,
         "heads": 3,

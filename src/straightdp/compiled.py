@@ -205,7 +205,9 @@ def arithmetic(device: torch.device | str) -> str:
 def _processor_halves() -> bool:
     """AVX-512's bfloat16 or AMX, unless STRAIGHTDP_BFLOAT16=off. Where the instructions are missing it is slower than
     float32."""
-    if os.environ.get("STRAIGHTDP_BFLOAT16") == "off":
+    if (wanted := os.environ.get("STRAIGHTDP_BFLOAT16", "on")) not in ("on", "off"):
+        raise BadInput(f"STRAIGHTDP_BFLOAT16 is {wanted!r}; set it to on or off, or leave it out")
+    if wanted == "off":
         return False
     known = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(one() for one in known if one is not None)

@@ -77,7 +77,9 @@ def _follow(recipe: Recipe, folder: RunFolder, device: torch.device, team: Team,
     prepare.enter_space(inputs)
     start = Path(call["start"])
     if call != _call(inputs, start):
-        raise BadInput("this process found other records, weights or another recipe than the leading one; start again")
+        raise BadInput(
+            "this process found other records, weights, arithmetic or another recipe than the leading one; start again"
+        )
     ledger = Ledger(folder.ledger, reads=True)
     vault = _vault(inputs, ledger, _noise(inputs, spent=True))
     private.private_steps(inputs, start, vault)

@@ -179,6 +179,7 @@ class Recipe(Section):
     def digest(self) -> str:
         """Hash of all that decides the trained model; sampling, evaluation and what is only speed may change later."""
         tree = self.model_dump(mode="json", exclude={"sample", "evaluate", "audit"})
+        tree["net"] = self.net.identity()
         tree["private"]["slots"] = list(self.private.slots.items())  # their order is the captions' order
         if self.run.method not in RIVALS:
             tree.pop("rival")
@@ -195,8 +196,6 @@ class Recipe(Section):
             tree["candidates"] = {key: getattr(self.sample, key) for key in drawn}
         if self.dpsgd.parameters == ALL:
             tree["dpsgd"].pop("parameters")
-        if self.net.kind == "mmdit":
-            tree["net"].pop("kind")
         if self.run.method == "private-evolution" or self.sd3.model:  # some public images are drawn as others are
             drawn = ("steps", "batch", "guidance") if self.sd3.model else ("steps", "batch")
             tree["prior"] = {key: getattr(self.sample, key) for key in drawn}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -125,6 +125,11 @@ class Net(Section):
     decoupled: bool = Field(default=False, description="own softmax for captions: a block is F(h) + G(h, e) exactly")
     s: Rate | None = Field(default=None, description="cap on the spectral norm of the map that captions flow in by")
     post_hoc: bool = Field(default=False, description="constraints from after pretraining on: the paper's ablation")
+
+    def identity(self) -> dict[str, Any]:
+        """What it is known by. Kinds came later: the first is not named, so that what was trained before is found."""
+        tree = self.model_dump(mode="json")
+        return {key: value for key, value in tree.items() if (key, value) != ("kind", "mmdit")}
 
     @property
     def while_pretraining(self) -> Net:

@@ -1,4 +1,4 @@
-"""Per-record gradient norms and the clipped sum without per-record gradients (book-keeping).
+"""Per-record gradient norms and the clipped sum without large per-record gradients (book-keeping).
 
 One forward pass keeps, of each linear map, its input a; one backward pass to the maps' outputs gives g. A record's
 weight gradient is the sum over its tokens of g a^T, so
@@ -196,7 +196,10 @@ class ClippingEngine:
         only[i] = 1
         factors = self._backward(batch, only)[1]
         sizes = {name: size for names, f in factors.items() for name, size in zip(names, f.sizes(), strict=True)}
-        among = self._collect(self._backward(batch, torch.ones_like(only))[1], only)
+        together = self._backward(batch, torch.ones_like(only))[1]
+        for every in (factors, together):
+            gradient_norms(list(every.values()))  # a sum may take what its norms left: it is checked as it will run
+        among = self._collect(together, only)
         moved = set()
         for name, found, same, theirs in zip(
             self.trainable, self._collect(factors, only), among, expected, strict=True

@@ -3,7 +3,7 @@
 Every kind answers `norms()`, per record the gradient's squared norm and a bound on that value's own rounding error, and
 `weighted(factor)`, the sum over records of factor times gradient; for checks, `sizes()` says how large the terms were
 that cancel in it. Only what is no larger than an activation is kept: the gradient of a matrix stays the pair (a, g)
-that it is the product of.
+that it is the product of, but for a small one, which is kept from its norm on.
 
 A record whose factor is zero adds exactly zero, whatever its values are; `finite` says that all are finite, which
 saves looking.
@@ -44,10 +44,10 @@ class Outer:
         return tokens * (d + p) < d * p
 
     @property
-    def written(self) -> bool:
-        """Whether each record's gradient is kept from its norm for the sum: it is then far smaller than a and g."""
+    def small(self) -> bool:
+        """Whether each record's gradient is kept from its norm for the sum: it has half as many values as a and g."""
         tokens, d, p = self.a.shape[1], self.a.shape[2], self.g.shape[2]
-        return self.groups == 1 and tokens > 1 and not self.ghost and 2 * d * p <= tokens * (d + p)
+        return self.groups == 1 and tokens > 1 and 2 * d * p <= tokens * (d + p)
 
     @property
     def fused(self) -> bool:
@@ -61,10 +61,13 @@ class Outer:
         else:
             a, g = self.a.float(), self.g.float()
             aa, gg, sums = squared_length(a), squared_length(g), g.sum(dim=1)
-            weight, bias = self._plain(a, g, aa, gg), squared_length(sums)
-            if self.written:
-                self._kept.append(sums)
-            unit = EPS
+            if self.small:
+                gradient = g.mT @ a
+                self._kept[:] = [gradient, sums] if self.bias else [gradient]
+                weight = squared_length(gradient)
+            else:
+                weight = self._plain(a, g, aa, gg)
+            bias, unit = squared_length(sums), EPS
         terms = tokens + SLACK + (max(d, p) if self.ghost or tokens == 1 else 0)
         # k-term products are off by k units times (sum_t |a_t||g_t|)^2, at most |a|^2 |g|^2 by Cauchy-Schwarz;
         # squares may have vanished from the one while the other is large.
@@ -87,10 +90,7 @@ class Outer:
             return aa * gg
         if self.ghost:
             return ((a @ a.mT) * (g @ g.mT)).sum(dim=(1, 2))
-        gradient = g.mT @ a
-        if self.written:
-            self._kept[:] = [gradient]
-        return squared_length(gradient)
+        return squared_length(g.mT @ a)
 
     def weighted(self, factor: Tensor, *, finite: bool = False) -> tuple[Tensor, ...]:
         """(weight's sum as (groups * p, d), bias's sum if there is one)."""
@@ -100,8 +100,7 @@ class Outer:
                 return (weight,)
             return weight, torch.where(factor[:, None] > 0, self._fused_norms()[3], 0.0).T @ factor
         if self._kept:
-            weight, bias = (_sum_of(value, factor, finite=finite) for value in self._kept)
-            return (weight, bias) if self.bias else (weight,)
+            return tuple(_sum_of(value, factor, finite=finite) for value in self._kept)
         factor = factor.repeat_interleave(self.groups)[:, None, None]
         a, g = self.a.float(), self.g.float()
         if not finite:

@@ -74,7 +74,10 @@ class Noise:
         tag = hashlib.blake2b(name.encode() + b"|" + value, key=self._key).hexdigest()
         if path.exists():
             if path.read_text() != tag:
-                raise BudgetRefused(f"the noise of {name} was used for another value before: its budget is spent")
+                raise BudgetRefused(
+                    f"the noise of {name} was used for another value before: its budget is spent, unless the run goes "
+                    "on as it began (its data, version and kind of device, and STRAIGHTDP_BFLOAT16)"
+                )
             return
         if bound_before:
             raise BudgetRefused(f"{path} is lost, so it is not known what the noise of {name} was used for")

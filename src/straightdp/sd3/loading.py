@@ -167,7 +167,7 @@ def _digest(folder: Path) -> str:
 
 
 def _dtype(section: Sd3, device: torch.device) -> torch.dtype:
-    """A CPU computes in float32: it is slow in bfloat16, and less is exact."""
+    """On a CPU weights stay float32; where it multiplies bfloat16, `half` rounds them as they are used."""
     return torch.float32 if device.type == "cpu" else getattr(torch, section.dtype)
 
 

@@ -34,7 +34,8 @@ class Velocity(VelocityNet):
         return self.transformer.transformer_blocks
 
     def forward(self, x: Tensor, t: Tensor, ids: Tensor) -> Tensor:
-        """x (n, C, h, w), t (n,), ids (n, 1) to v, float32. Inside, the arithmetic is of the weights' type."""
+        """x (n, C, h, w), t (n,), ids (n, 1) to v, float32. Inside, the arithmetic is of the weights' type, or
+        autocast's."""
         row, dtype = ids[:, 0], self.transformer.pos_embed.proj.weight.dtype
         predicted = self.transformer(
             hidden_states=x.to(dtype),

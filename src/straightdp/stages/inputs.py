@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,8 +102,10 @@ def public_key(inputs: Inputs, name: str) -> str:
     """Of all that the stages `autoencode`, `prior` and `pretrain` hang on: public records and a few settings."""
     recipe, public = inputs.recipe, inputs.public
     sections = {"autoencode": ("latent",), "prior": ("sd3", "sample"), "pretrain": ("net", "pretrain")}[name]
-    parts = {part: recipe.net.while_pretraining if part == "net" else getattr(recipe, part) for part in sections}
-    settings = {part: value.model_dump(mode="json") for part, value in parts.items()} | {"seed": recipe.run.seed}
+    settings: dict[str, Any] = {part: getattr(recipe, part).model_dump(mode="json") for part in sections}
+    if "net" in sections:
+        settings["net"] = recipe.net.while_pretraining.identity()
+    settings["seed"] = recipe.run.seed
     codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
     about = (
         __version__,
