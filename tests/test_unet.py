@@ -10,8 +10,9 @@ from straightdp.dpsgd.trainer import Bucket, draw, record_losses
 from straightdp.errors import BadInput
 from straightdp.flow.path import TorchDraws
 from straightdp.generator import open_generator
+from straightdp.nets.autoencoder import sides
 from straightdp.nets.backbone import own_net
-from straightdp.nets.unet import UNet, sides
+from straightdp.nets.unet import COARSEST, UNet
 from straightdp.recipe import DpSgd, Net, load
 
 SECTION = Net(kind="unet", width=8, depth=1, heads=2, caption_width=8, caption_length=3, vocabulary=16)
@@ -35,7 +36,7 @@ def inputs(shape, n: int = 3):
 
 
 def test_a_side_is_halved_until_it_is_no_more_than_eight():
-    assert {side: sides(side) for side in (4, 8, 9, 28, 32, 50)} == {
+    assert {side: sides(side, COARSEST) for side in (4, 8, 9, 28, 32, 50)} == {
         4: [4],
         8: [8],
         9: [9, 5],

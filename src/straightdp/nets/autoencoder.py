@@ -29,10 +29,10 @@ def code_shape(d: int, side: int) -> tuple[int, int, int]:
     return d // grid**2, grid, grid
 
 
-def sides(side: int) -> list[int]:
-    """The image's side halved, rounding up, until it is no more than COARSEST."""
+def sides(side: int, coarsest: int = COARSEST) -> list[int]:
+    """The image's side halved, rounding up, until it is no more than the coarsest."""
     found = [side]
-    while found[-1] > COARSEST:
+    while found[-1] > coarsest:
         found.append((found[-1] + 1) // 2)
     return found
 

@@ -1,4 +1,4 @@
-"""A convolutional U-Net in the MM-DiT's place: on small pictures it draws crisp strokes after a tenth of the training.
+"""A convolutional U-Net in the MM-DiT's place: on small pictures it learns crisp strokes much sooner.
 
 Residual blocks at every resolution, attention at the coarsest, and what a resolution held before it was halved beside
 what comes up to it again. Every operation is of one record alone (group norm, no batch statistics), and every trainable
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from straightdp.nets.autoencoder import sides
 from straightdp.nets.captions import CaptionEncoder
 from straightdp.nets.velocity import VelocityNet
 from straightdp.nets.waves import waves
@@ -21,14 +22,6 @@ from straightdp.recipe import Net
 COARSEST = 8  # side, in pixels, that is not halved any more
 GROUPS = 8  # of a group norm
 TIME = 4  # numbers of the condition, in parts of the width
-
-
-def sides(side: int) -> list[int]:
-    """The side at every resolution, halved, rounding up, until it is no more than COARSEST."""
-    found = [side]
-    while found[-1] > COARSEST:
-        found.append((found[-1] + 1) // 2)
-    return found
 
 
 class Residual(nn.Module):
@@ -82,7 +75,7 @@ class UNet(VelocityNet):
         super().__init__()
         self.section, self.shape, self.vocabulary = section, shape, section.vocabulary
         channels, side, depth = shape[0], shape[1], section.depth
-        self.sides = sides(side)
+        self.sides = sides(side, COARSEST)
         widths = [section.width * 2**k for k in range(len(self.sides))]
         condition = TIME * section.width
         self.caption_encoder = CaptionEncoder(section.vocabulary, section.caption_length, section.caption_width)
