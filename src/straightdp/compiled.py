@@ -197,7 +197,7 @@ def halves(device: torch.device | str) -> bool:
 
 
 def arithmetic(device: torch.device | str) -> str:
-    """How networks are computed there: what the last bits of a private sum may hang on, beside what it is bound to."""
+    """The kind of device and of products: sums under one noise must be of one kind."""
     kind = torch.device(device).type
     return f"{kind} in bfloat16" if kind == "cpu" and halves(device) else kind
 
