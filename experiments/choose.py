@@ -2,7 +2,7 @@
 
 python experiments/choose.py
 
-Values are taken as they are: of a fifth of the records at five times the ε, every sum, vote and gradient has about the
+Values are taken as they are: of a seventh of the records at seven times the ε, every sum, vote and gradient has about the
 same signal for its noise.
 """
 

@@ -6,6 +6,7 @@ import pytest
 from straightdp.data import builtin, catalogue, demo, download, mixture
 from straightdp.data.captions import from_template
 from straightdp.data.sources import load
+from straightdp.data.strokes import SHARES, strokes
 from straightdp.errors import BadInput
 
 
@@ -168,10 +169,36 @@ def test_letters_can_be_told_apart():
     assert score > 0.3
 
 
-def test_demo_sets_load_at_any_size_and_in_colour(monkeypatch):
+def test_strokes_repeat_by_seed_and_lie_in_the_frame():
+    a, b, c = strokes(300, seed=1), strokes(300, seed=1), strokes(300, seed=2)
+    assert np.array_equal(a.x, b.x)
+    assert np.array_equal(a.labels, b.labels)
+    assert not np.array_equal(a.x, c.x)
+    assert a.x.shape == (300, 1, 28, 28)
+    assert (a.x.max(axis=(1, 2, 3)) > 128).all()  # ink everywhere
+    tall, broad = ((a.x[:, 0] > 64).any(axis=axis).sum(axis=1) for axis in (2, 1))
+    assert (np.maximum(tall, broad) >= 0.5 * 28).mean() > 0.95
+    edge = np.concatenate([a.x[:, 0, [0, -1]].reshape(300, -1), a.x[:, 0, :, [0, -1]].reshape(2, 300, 28)[0]], axis=1)
+    assert (edge > 64).mean() < 0.02
+
+
+def test_every_stroke_adds_ink():
+    """Of one pen and one frame, drawings of more strokes have more ink, and every count comes as often as it should."""
+    records = strokes(4_000, seed=3)
+    ink = records.x.reshape(4_000, -1).mean(axis=1)
+    means = [ink[records.labels == k].mean() for k in range(len(SHARES))]
+    assert means == sorted(means)
+    assert means[-1] > 1.3 * means[0]
+    counts = np.bincount(records.labels, minlength=len(SHARES))
+    assert np.abs(counts - 4_000 * np.array(SHARES)).max() < 5 * np.sqrt(4_000 * 0.25)
+
+
+def test_drawn_sets_load_at_any_size_and_in_colour(monkeypatch):
     monkeypatch.setattr(demo.letters, "__defaults__", (50, 0, demo.SIDE))
+    monkeypatch.setattr(strokes, "__defaults__", (50, 0, 28))
     for size in (None, 8, 12, 28):
         assert load("letters", size=size, channels=3).x.shape == (50, 3, size or 8, size or 8)
+        assert load("strokes", size=size, channels=3).x.shape == (50, 3, size or 28, size or 28)
     assert load("digits:test", size=16, channels=1).x.shape == (450, 1, 16, 16)
 
 

@@ -28,7 +28,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "flowers102:first20": ("flowers102/flowers102-128.zip",),
     "flowers102:rest": ("flowers102/flowers102-128.zip",),
 }
-DRAWN = ("digits:train", "digits:test", "letters", "mixture", "mixture:public")
+DRAWN = ("digits:train", "digits:test", "letters", "strokes", "mixture", "mixture:public")
 # Made from the plain set named beside them (`composed`).
 COMPOSED = {
     "composed-mnist:train": "mnist:train",

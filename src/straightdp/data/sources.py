@@ -96,9 +96,14 @@ def _composed(name: str, size: int | None, channels: int, classes: tuple[str, ..
 
 def _drawn(name: str, size: int | None, channels: int, classes: tuple[str, ...] | None) -> Records:
     from straightdp.data import demo
+    from straightdp.data.strokes import strokes
 
     kind, _, split = name.partition(":")
-    records = demo.digits(split) if kind == "digits" else demo.letters(size=size or demo.SIDE)
+    sized = {} if size is None else {"size": size}
+    if kind == "digits":
+        records = demo.digits(split)
+    else:
+        records = demo.letters(**sized) if kind == "letters" else strokes(**sized)
     labels, order = builtin.relabel(records.labels, records.classes, classes, lambda i: f"record {i} of {name}")
     return Records(_fit(records.x.transpose(0, 2, 3, 1), size, channels, name), labels, order)
 
