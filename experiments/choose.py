@@ -2,8 +2,8 @@
 
 python experiments/choose.py
 
-Values are taken as they are: of a seventh of the records at seven times the ε, every sum, vote and gradient has about the
-same signal for its noise.
+Values are taken as they are: of a seventh of the records at seven times the ε, every sum, vote and gradient has about
+the same signal for its noise.
 """
 
 from __future__ import annotations
