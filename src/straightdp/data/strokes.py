@@ -17,10 +17,7 @@ _FINE = 4  # a picture is drawn so many times too large, and shrunk by area
 # In parts of the picture's side: what the drawing spans, the pen's radius, and the shrunk picture's blur.
 _SPAN, _PEN, _BLUR = (0.55, 0.95), (0.025, 0.06), (0.0, 0.02)
 _LENGTH = (0.3, 1.6)  # of a stroke, in parts of each other
-_TURN, _WANDER = (
-    2.5,
-    3.0,
-)  # radians, standard deviations: how far a stroke turns evenly, and how far it strays
+_TURN, _WANDER = 2.5, 3.0  # radians, standard deviations: how far a stroke turns evenly, and how far it strays
 _CORNERS, _BEND = 0.8, (np.pi / 3, 0.9 * np.pi)  # sudden turns in a stroke, on average, and how far they go
 _NEAR = 0.12  # a later stroke passes the first at about this distance
 _TAPER, _WIDE = 0.3, 0.15  # change of the pen's radius to either end at most; standard deviation of log width : height
