@@ -63,7 +63,7 @@ def test_the_best_recipe_takes_what_the_rule_says(tmp_path):
     experiment = read(str(ROOT / "experiments" / "choice.toml"))
     table = experiment.panels[-1]
     results = Results(tmp_path)
-    figures = [(0.9701, 30.0), (0.9702, 20.0), (0.98, 40.0), (0.9699, 10.0)]
+    figures = [(0.9701, 30.0), (0.9702, 20.0), (0.98, 40.0), (0.9699, 10.0), (0.5, 5.0)]
     for row, (accuracy, distance) in zip(table.rows, figures, strict=True):
         job = job_of(experiment, table, row, *table.epsilons, 0)
         sets = [{"name": "synthetic data", "distance": distance}]
