@@ -259,7 +259,6 @@ OTHER: dict[str, dict[str, Any]] = {
         "labels": "found",
         "vary": 0.2,
         "unelected": 0.3,
-        "even": 0.5,
     },
     "evaluate": {
         "probe_steps": 1,
@@ -347,7 +346,7 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
     if dotted == "release.candidates" or section == "sample":  # decide what is voted on, but for what comes after
         votes, other = {"release": {"votes_share": 0.5}, "sample": {}}, {key: OTHER[section][key]}
         more = votes | {section: votes[section] | other}
-        after = key in ("n", "port", "labels", "vary", "unelected", "even")
+        after = key in ("n", "port", "labels", "vary", "unelected")
         assert (parse(more).digest() == parse(votes).digest()) == after
     if section == "rival":  # decides the model of a rival alone
         rival = {"run": {"method": "dp-merf"}}

@@ -265,7 +265,7 @@ class Generator:
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
         field = guided(network, ids[y], null, section.guidance)
         if section.port == "elected" and self.elected is not None:
-            z = self._space.encode(self.elected.draw(y, generator, section.unelected, section.even)).to(y.device)
+            z = self._space.encode(self.elected.draw(y, generator, section.unelected)).to(y.device)
             return euler(field, back_to(z, section.vary, generator), section.steps, section.vary)
         if section.port == "guide" and moments is not None:
             if not isinstance(section.t0, float | int):

@@ -271,9 +271,6 @@ class Sample(Section):
     unelected: Share = Field(
         default=0.0, description="port = 'elected': the part of the pictures that vary any candidate, voted for or not"
     )
-    even: Share = Field(
-        default=0.0, description="port = 'elected': 0 takes pictures as often as they were voted for, 1 all those alike"
-    )
     t0: Start | Literal["plateau"] = Field(
         default=0.2, description="start time of port = 'guide'; plateau: the latest that costs public quality nothing"
     )

@@ -28,12 +28,9 @@ class Elected:
         state = load_file(path)
         return cls(state["images"], state["weights"].to(device))
 
-    def draw(self, y: Tensor, generator: torch.Generator, unelected: float = 0.0, even: float = 0.0) -> Tensor:
-        """One picture for every class of y, in [-1, 1], where y is; a part of them by no one's vote. The others are
-        taken as often as they were voted for (even = 0), or all alike (even = 1), or in between: the nearest to
-        everything has many more votes than it has likenesses."""
-        wanted = torch.where(self.weights > 0, self.weights ** (1 - even), 0.0)
-        shares = wanted / wanted.sum(dim=1, keepdim=True)
+    def draw(self, y: Tensor, generator: torch.Generator, unelected: float = 0.0) -> Tensor:
+        """One picture for every class of y, in [-1, 1], where y is; a part of them by no one's vote."""
+        shares = self.weights / self.weights.sum(dim=1, keepdim=True)
         shares = (1 - unelected) * shares + unelected / shares.shape[1]
         chosen = torch.multinomial(shares[y], 1, generator=generator)[:, 0]
         return to_z(self.images[y.cpu(), chosen.cpu()].numpy()).to(y.device)
