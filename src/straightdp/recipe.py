@@ -96,7 +96,18 @@ class Recipe(Section):
             self._can_split_classes()
         if self.release.votes_share:
             self._can_vote()
+        if self.pretrain.t_min:
+            self._starts_where_it_learned()
         return self
+
+    def _starts_where_it_learned(self) -> None:
+        section = self.sample
+        starts = {"weights": (0.0,), "guide": (section.t0,), "elected": (section.t0, section.vary), "release": ()}
+        if any(isinstance(start, str) or start < self.pretrain.t_min for start in starts[section.port]):
+            raise ValueError(
+                f"pretrain.t_min = {self.pretrain.t_min:g} leaves the model without any idea of earlier times, and "
+                f"sample.port = {section.port!r} would start there: set pretrain.t_min = 0, or sample.t0 to a later time"
+            )
 
     def _can_vote(self) -> None:
         section = self.release
@@ -179,7 +190,7 @@ class Recipe(Section):
     def digest(self) -> str:
         """Hash of all that decides the trained model; sampling, evaluation and what is only speed may change later."""
         tree = self.model_dump(mode="json", exclude={"sample", "evaluate", "audit"})
-        tree["net"] = self.net.identity()
+        tree["net"], tree["pretrain"] = self.net.identity(), self.pretrain.identity()
         tree["private"]["slots"] = list(self.private.slots.items())  # their order is the captions' order
         if self.run.method not in RIVALS:
             tree.pop("rival")

@@ -162,6 +162,13 @@ class Pretrain(Section):
     lr: Rate = 1e-4
     ema: Share = 0.999
     p_uncond: Share = 0.1
+    t_min: Start = Field(
+        default=0.0, description="learn on t in [t_min, 1] alone: for a model that never starts earlier"
+    )
+
+    def identity(self) -> dict[str, Any]:
+        """What it is known by. t_min came later: 0 is not named, so that what was trained before is found."""
+        return {key: value for key, value in self.model_dump(mode="json").items() if (key, value) != ("t_min", 0.0)}
 
 
 class Release(Section):

@@ -103,8 +103,8 @@ def public_key(inputs: Inputs, name: str) -> str:
     recipe, public = inputs.recipe, inputs.public
     sections = {"autoencode": ("latent",), "prior": ("sd3", "sample"), "pretrain": ("net", "pretrain")}[name]
     settings: dict[str, Any] = {part: getattr(recipe, part).model_dump(mode="json") for part in sections}
-    if "net" in sections:
-        settings["net"] = recipe.net.while_pretraining.identity()
+    if name == "pretrain":
+        settings |= {"net": recipe.net.while_pretraining.identity(), "pretrain": recipe.pretrain.identity()}
     settings["seed"] = recipe.run.seed
     codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
     about = (

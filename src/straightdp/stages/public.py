@@ -112,11 +112,11 @@ def _pretrained_net(inputs: Inputs) -> VelocityNet:
 
 def _public_batch(inputs: Inputs, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(x_t, t, captions, target velocity) of n public records; a caption is dropped with p_uncond."""
-    z, device = inputs.public_z, inputs.device
+    z, device, section = inputs.public_z, inputs.device, inputs.recipe.pretrain
     rows = torch.randint(len(z), (n,), generator=generator, device=device)
-    t = uniform_times(n, 0.0, 1.0, generator, device)
+    t = uniform_times(n, section.t_min, 1.0, generator, device)
     xi = noise_like(z[rows], generator)
-    dropped = torch.rand(n, generator=generator, device=device) < inputs.recipe.pretrain.p_uncond
+    dropped = torch.rand(n, generator=generator, device=device) < section.p_uncond
     captions = torch.where(dropped[:, None], inputs.conditioning.null(device), inputs.public_ids[rows])
     return interpolate(z[rows], xi, t), t, captions, velocity(z[rows], xi)
 
