@@ -196,7 +196,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "s": 1.0,
         "post_hoc": True,
     },
-    "pretrain": {"steps": 1, "batch": 1, "lr": 1.0, "ema": 0.5, "p_uncond": 0.5},
+    "pretrain": {"steps": 1, "batch": 1, "lr": 1.0, "ema": 0.5, "p_uncond": 0.5, "t_min": 0.5},
     "release": {
         "weight": 0.5,
         "sigma": 3.0,
@@ -256,6 +256,10 @@ OTHER: dict[str, dict[str, Any]] = {
         "batch": 1,
         "tilt": "zero",
         "jitter": 1.0,
+        "pull": 1.0,
+        "pull_until": 0.5,
+        "churn": 0.5,
+        "levels": 0.1,
         "labels": "found",
         "vary": 0.2,
         "unelected": 0.3,
@@ -322,9 +326,13 @@ def test_every_key_has_another_value_above():
 @pytest.mark.parametrize("dotted", [f"{section}.{key}" for section, body in OTHER.items() for key in body])
 def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
     section, key = dotted.split(".")
-    colour = {"image": {"channels": 3, "size": 32}} if dotted == "sd3.model" else {}
-    changed = parse(colour | {section: {key: OTHER[section][key]}})
-    assert changed != parse(colour)
+    needed = {  # beside it
+        "sd3.model": {"image": {"channels": 3, "size": 32}},
+        "pretrain.t_min": {"sample": {"port": "release"}},
+    }
+    others = needed.get(dotted, {})
+    changed = parse(others | {section: {key: OTHER[section][key]}})
+    assert changed != parse(others)
     assert through_toml(changed, scratch) == changed
     ignored = section in ("sample", "evaluate", "audit", "rival") or dotted in (
         "run.title",
@@ -335,7 +343,7 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
         "release.candidates",
         *(f"sd3.{key}" for key in OTHER["sd3"] if key != "model"),
     )
-    assert (changed.digest() == parse(colour).digest()) == ignored
+    assert (changed.digest() == parse(others).digest()) == ignored
     if section == "sd3":  # decides the model of a run on SD3 alone
         frozen = {"image": {"channels": 3, "size": 32}, "sd3": {"model": "a/b"}}
         assert parse(frozen | {"sd3": {"model": "a/b", key: OTHER["sd3"][key]}}).digest() != parse(frozen).digest()
@@ -345,6 +353,8 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
         assert parse(more).digest() != parse(several).digest()
     if dotted == "release.candidates" or section == "sample":  # decide what is voted on, but for what comes after
         votes, other = {"release": {"votes_share": 0.5}, "sample": {}}, {key: OTHER[section][key]}
+        if key == "pull_until":
+            votes["sample"]["pull"] = 1.0
         more = votes | {section: votes[section] | other}
         after = key in ("n", "port", "labels", "vary", "unelected")
         assert (parse(more).digest() == parse(votes).digest()) == after

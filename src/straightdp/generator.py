@@ -16,7 +16,7 @@ from straightdp.errors import BadInput
 from straightdp.flow.fit import step_generator
 from straightdp.flow.jitter import jitter
 from straightdp.flow.path import back_to, noise_like
-from straightdp.flow.sampler import Network, euler, guided
+from straightdp.flow.sampler import Field, Network, euler, guided, pulled
 from straightdp.moments.elected import Elected
 from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
@@ -247,7 +247,8 @@ class Generator:
             drawn = self._batch(network, moments, F.pad(part, (0, missing)), section, generator)
             images = self._space.decode(drawn[: len(part)])
             moved = section.port in ("guide", "elected")  # before the model took over
-            pieces.append(images if moved else jitter(images, section.jitter, generator))
+            images = images if moved else jitter(images, section.jitter, generator)
+            pieces.append(levelled(images, section.levels))
         return torch.cat(pieces).cpu() if pieces else self._space.decode(torch.zeros(0, *self.net.shape))
 
     def _tilted(self, moments: MomentModel, tilt: str, seed: int) -> MomentModel:
@@ -263,10 +264,12 @@ class Generator:
         if section.port == "release" and moments is not None:
             return moments.sample(y, generator).reshape(shape)
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
-        field = guided(network, ids[y], null, section.guidance)
+        field, onward = guided(network, ids[y], null, section.guidance), (section.churn, generator)
+        if section.pull and moments is not None:
+            field = _led_on(field, moments, y, section)
         if section.port == "elected" and self.elected is not None:
             z = self._space.encode(self.elected.draw(y, generator, section.unelected)).to(y.device)
-            return euler(field, back_to(z, section.vary, generator), section.steps, section.vary)
+            return euler(field, back_to(z, section.vary, generator), section.steps, section.vary, *onward)
         if section.port == "guide" and moments is not None:
             if not isinstance(section.t0, float | int):
                 raise BadInput("sample.t0 = 'plateau' is found by a run, on its public set; give a number here")
@@ -276,5 +279,26 @@ class Generator:
                 return self._space.encode(images).to(z).flatten(1)
 
             start = moments.tilted_start(y, section.t0, generator, moved if section.jitter else None)
-            return euler(field, start.reshape(shape), section.steps, section.t0)
-        return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps)
+            return euler(field, start.reshape(shape), section.steps, section.t0, *onward)
+        return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps, 0.0, *onward)
+
+
+def levelled(images: Tensor, part: float) -> Tensor:
+    """Images in [-1, 1] with the darkest and the lightest `part` of that range black and white, and what lies between
+    stretched evenly: a model leaves a grey veil where those it learned on have none."""
+    return (images / (1 - 2 * part)).clamp(-1, 1) if part else images
+
+
+def _led_on(field: Field, moments: MomentModel, y: Tensor, section: Sample) -> Field:
+    """The field, led towards the released moments of classes y and away from the public ones."""
+    crowd = moments.crowd
+    if crowd is None:
+        raise BadInput(
+            "sample.pull needs the public set's moments beside the released ones, and this release, of an earlier "
+            "version, has none; set sample.pull=0"
+        )
+
+    def towards(x: Tensor, t: Tensor) -> Tensor:
+        return moments.velocity(x, t, y)
+
+    return pulled(field, towards, crowd.mixture_velocity, section.pull, section.pull_until)

@@ -63,8 +63,9 @@ class Recipe(Section):
                 raise ValueError(f"run.method = {self.run.method!r} knows classes alone: leave private.slots out")
             if self.sample.port != "weights":
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: set sample.port=weights")
-            if self.sample.jitter:
-                raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: set sample.jitter=0")
+            for key in ("jitter", "pull", "churn", "levels"):
+                if getattr(self.sample, key):
+                    raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: set sample.{key}=0")
             if self.sample.labels != "asked" or self.release.votes_share:
                 cure = "set sample.labels=asked, and leave release.votes_share out"
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: {cure}")
@@ -106,7 +107,7 @@ class Recipe(Section):
         if any(isinstance(start, str) or start < self.pretrain.t_min for start in starts[section.port]):
             raise ValueError(
                 f"pretrain.t_min = {self.pretrain.t_min:g} leaves the model without any idea of earlier times, and "
-                f"sample.port = {section.port!r} would start there: set pretrain.t_min = 0, or sample.t0 to a later time"
+                f"sample.port = {section.port!r} would start there: set pretrain.t_min = 0, or a later sample.t0"
             )
 
     def _can_vote(self) -> None:
@@ -204,6 +205,8 @@ class Recipe(Section):
                 tree["release"].pop(name)
         else:
             drawn = ("t0", "steps", "guidance", "tilt", "jitter", "batch")
+            later = {"pull": ("pull", "pull_until"), "churn": ("churn",), "levels": ("levels",)}  # not named where off
+            drawn += tuple(key for knob, keys in later.items() if getattr(self.sample, knob) for key in keys)
             tree["candidates"] = {key: getattr(self.sample, key) for key in drawn}
         if self.dpsgd.parameters == ALL:
             tree["dpsgd"].pop("parameters")

@@ -285,6 +285,19 @@ class Sample(Section):
         default="released",
         description="mean of the tilted start; or a control: none, a random one as long, that of the public set",
     )
+    pull: Annotated[float, Field(ge=0, le=10)] = Field(
+        default=0.0,
+        description="port = 'guide' or 'elected': on the way the model is led on by so many times what sets the "
+        "released moments apart from those of the public set",
+    )
+    pull_until: Annotated[float, Field(gt=0, le=1)] = Field(default=0.7, description="time at which the pull ends")
+    churn: Share = Field(
+        default=0.0,
+        description="noise drawn anew at each step; 0: none, the straight flow; 1: all that an ancestral sampler draws",
+    )
+    levels: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="the darkest and the lightest part of the range that become black and white"
+    )
     jitter: Annotated[float, Field(ge=0, le=3)] = Field(
         default=0.0,
         description="every picture is turned, slanted, stretched and shifted at random (guide: before the model takes "

@@ -31,9 +31,10 @@ BLOCK = 2**22  # numbers that one block of classes may take: 32 MiB in float64
 class MomentModel:
     """mu (Y, d); V (Y or 1, d, r); lam (Y or 1, r), the excess over the floor; prior (Y,). A released value.
 
-    `public` (d,) is the mean of public records, for a control; the model itself knows nothing of it. Where classes have
-    k components, `centres` (Y, k, d) are their means, `weights` (Y, k) their shares of the class, and mu is the mean
-    of the class; else a class is one Gaussian at mu.
+    Where classes have k components, `centres` (Y, k, d) are their means, `weights` (Y, k) their shares of the class,
+    and mu is the mean of the class; else a class is one Gaussian at mu. `public` (d,), `public_V` (d, r) and
+    `public_lam` (r,) are what public records are as one Gaussian, for a control and for `crowd`; the model itself knows
+    nothing of it.
     """
 
     mu: Tensor
@@ -44,6 +45,8 @@ class MomentModel:
     public: Tensor | None = None
     centres: Tensor | None = None
     weights: Tensor | None = None
+    public_V: Tensor | None = None
+    public_lam: Tensor | None = None
 
     def __post_init__(self) -> None:
         if (self.centres is None) != (self.weights is None):
@@ -125,6 +128,18 @@ class MomentModel:
     def _at(self, mu: Tensor) -> MomentModel:
         """The same around other class means."""
         return replace(self, mu=mu, centres=None if self.centres is None else self.centres + (mu - self.mu)[:, None])
+
+    def beside(self, crowd: MomentModel) -> MomentModel:
+        """The same, which knows the public records as the one Gaussian that `crowd` is."""
+        return replace(self, public=crowd.mu[0], public_V=crowd.V[0].contiguous(), public_lam=crowd.lam[0])
+
+    @property
+    def crowd(self) -> MomentModel | None:
+        """The public records as one Gaussian, None where that is not known."""
+        if self.public is None or self.public_V is None or self.public_lam is None:
+            return None
+        mu, V, lam = self.public[None], self.public_V[None], self.public_lam[None]
+        return MomentModel(mu, V, lam, mu.new_ones(1), self.floor)
 
     def under(self, labels: tuple[int, ...]) -> MomentModel:
         """One row a caption, given each caption's class: captions of a class share its moments and its prior."""

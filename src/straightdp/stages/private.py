@@ -23,7 +23,7 @@ from straightdp.folder import RunFolder
 from straightdp.moments.basis import Basis
 from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
-from straightdp.moments.horizon import public_spread
+from straightdp.moments.horizon import public_moments, public_spread
 from straightdp.moments.release import VOTES, Prompts, release_parts, run_release
 from straightdp.moments.text import TextBasis
 from straightdp.nets.velocity import VelocityNet
@@ -54,6 +54,8 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     model = run_release(inputs.recipe, basis, vault, stds, prompts, spread, partial(_kept, inputs.folder))
     if inputs.folder.is_audit:
         save_file({id: torch.from_numpy(sums) for id, sums in vault.released.items()}, inputs.folder.sums)
+    one = torch.zeros(len(inputs.public), dtype=torch.int64)
+    model = model.beside(public_moments(inputs.public_z, one, basis, section))
     labels = inputs.conditioning.labels
     if section.condition == "global":
         labels = (0,) * len(labels)
