@@ -9,13 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from straightdp.cli import main
+from straightdp.data import sources
 from straightdp.errors import BadInput
 from straightdp.flow.sampler import euler, pulled
 from straightdp.generator import Conditioning, Generator, levelled
+from straightdp.moments.basis import fit_basis
 from straightdp.moments.field import MomentModel
 from straightdp.nets.captions import Tokenizer
 from straightdp.progress import quiet
-from straightdp.recipe import Sample
+from straightdp.recipe import Sample, load
 
 CPU = torch.device("cpu")
 D, SHAPE = 4, (1, 2, 2)
@@ -197,3 +200,45 @@ def test_levels_leave_black_and_white_alone_and_are_off_by_default():
     section = Sample(port="guide", t0=0.2, steps=3)
     plain = one.draw(y, section, 0, quiet)
     assert torch.equal(one.draw(y, section.model_copy(update={"levels": 0.2}), 0, quiet), (plain / 0.6).clamp(-1, 1))
+
+
+# a whole run
+
+
+def test_a_run_is_led_on_by_what_it_released_and_what_is_public(tiny, tiny_data, tmp_path):
+    run, more = tmp_path / "run", tmp_path / "more"
+    led = ("sample.port=guide", "sample.pull=1", "sample.churn=1", "sample.levels=0.05")
+    short = ("pretrain.steps=20", "distill.steps=0", "dpsgd.steps=0", "sample.n=20", "evaluate.probe_steps=20")
+    options = [word for one in (*led, *short) for word in ("--set", one)]
+    assert main(["run", str(tiny), "--out", str(run), *options]) == 0
+    assert main(["replay", str(run / "release")]) == 0
+
+    moments = MomentModel.load(run / "release/moments.safetensors")
+    recipe = load(str(run / "recipe.toml"))
+    public = sources.load(str(tiny_data["public"]), size=None, channels=1).z().flatten(1).double()
+    centred = public - public.mean(dim=0)
+    basis = fit_basis(public, torch.from_numpy(public_labels(tiny_data)), recipe.release)
+    within = basis.P @ (centred.T @ centred / len(public)) @ basis.P.T
+    values, vectors = torch.linalg.eigh(within)
+    rank, floor = min(recipe.release.rank, len(values)), recipe.release.floor
+    expected = (
+        (basis.P.T @ vectors[:, -rank:])
+        @ torch.diag((values[-rank:] - floor).clamp_min(0))
+        @ (basis.P.T @ vectors[:, -rank:]).T
+    )
+    crowd = moments.crowd
+    torch.testing.assert_close(crowd.mu[0].double(), public.mean(dim=0), rtol=1e-4, atol=1e-5)
+    found = crowd.V[0] @ torch.diag(crowd.lam[0]) @ crowd.V[0].T
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+    drawn = ["sample", str(run / "release"), "--n", "12"]
+    assert main([*drawn, "--out", str(more)]) == 0
+    assert main([*drawn, "--out", str(tmp_path / "straight"), "--set", "sample.pull=0"]) == 0
+    pictures = [sorted((folder / "images").glob("*.png")) for folder in (more, tmp_path / "straight")]
+    assert len(pictures[0]) == len(pictures[1]) == 12
+    assert any(a.read_bytes() != b.read_bytes() for a, b in zip(*pictures, strict=True))
+
+
+def public_labels(tiny_data):
+    labels = sources.load(str(tiny_data["public"]), size=None, channels=1).labels
+    return labels - labels.min()
