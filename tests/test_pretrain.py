@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from straightdp import pipeline
+from straightdp.cli import main
 from straightdp.errors import BadInput
 from straightdp.folder import RunFolder
 from straightdp.recipe import load
@@ -59,3 +60,17 @@ def test_a_start_before_all_that_was_learned_is_refused(tiny, settings):
 
 def test_the_release_alone_starts_nowhere(tiny):
     assert load(str(tiny), ("sample.port=release", "pretrain.t_min=0.4")).pretrain.t_min == 0.4
+
+
+def test_a_release_remembers_from_where_its_model_learned(tiny, tmp_path, capsys):
+    run, short = tmp_path / "run", ("pretrain.steps=20", "distill.steps=0", "dpsgd.steps=0", "sample.n=20")
+    settings = [word for one in (*GUIDED, "pretrain.t_min=0.4", *short) for word in ("--set", one)]
+    assert main(["run", str(tiny), "--out", str(run), *settings]) == 0
+    draw = ["sample", str(run / "release"), "--n", "12", "--out"]
+    assert main([*draw, str(tmp_path / "later"), "--set", "sample.t0=0.6"]) == 0
+    capsys.readouterr()
+    assert main([*draw, str(tmp_path / "sooner"), "--set", "sample.t0=0.3"]) == 2
+    said = capsys.readouterr().err
+    assert "learned times from 0.4 on" in said
+    assert "later sample.t0" in said
+    assert not (tmp_path / "sooner").exists()

@@ -110,8 +110,13 @@ def test_a_release_without_the_public_gaussian_is_not_pulled_and_says_why():
     older, y = generator_of(gaussian(1, 2)), torch.tensor([0, 1])
     section = Sample(port="guide", t0=0.2, steps=2)
     assert older.draw(y, section, 0, quiet).shape == (2, *SHAPE)
+    led = section.model_copy(update={"pull": 1.0})
     with pytest.raises(BadInput, match=r"set sample\.pull=0"):
-        older.draw(y, section.model_copy(update={"pull": 1.0}), 0, quiet)
+        older.draw(y, led, 0, quiet)
+    weights = led.model_copy(update={"port": "weights"})  # which starts at no moments
+    assert torch.equal(
+        older.draw(y, weights, 0, quiet), older.draw(y, weights.model_copy(update={"pull": 0}), 0, quiet)
+    )
 
 
 def test_the_public_gaussian_travels_with_the_released_moments(tmp_path):
@@ -154,6 +159,11 @@ def test_a_whole_churn_is_the_ancestral_sampler():
         z = 0.5 * target - 0.3 * x
         x = z if k == steps - 1 else ancestral(x, z, t, s, torch.randn(x.shape, generator=g, dtype=x.dtype))
     torch.testing.assert_close(found, x)
+
+
+def test_fresh_noise_without_a_generator_is_refused():
+    with pytest.raises(ValueError, match="generator"):
+        euler(lambda x, t: x, torch.zeros(1, *SHAPE), 2, churn=0.5)
 
 
 def test_without_churn_nothing_is_drawn_and_the_flow_is_straight():

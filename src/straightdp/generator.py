@@ -117,7 +117,7 @@ def damaged(release: Path, error: Exception) -> BadInput:
 
 @dataclass
 class Generator:
-    """`space` says what the network's z are; left out, pixels."""
+    """`space` says what the network's z are; left out, pixels. It knows times from `learned_from` on."""
 
     net: VelocityNet
     conditioning: Conditioning
@@ -125,6 +125,7 @@ class Generator:
     sample: Sample
     space: Space | None = None
     elected: Elected | None = None
+    learned_from: float = 0.0
 
     def __post_init__(self) -> None:
         self._space: Space = self.space or Pixels(self.net.shape)
@@ -154,6 +155,7 @@ class Generator:
             "words": list(tokenizer.words),
             "sample": self.sample.model_dump(),
             "latent": latent,
+            "learned_from": self.learned_from,
         }
         card.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
 
@@ -187,9 +189,10 @@ class Generator:
             moments = MomentModel.load(path).to(device) if path.exists() else None
             path = release / "elected.safetensors"
             elected = Elected.load(path, device) if path.exists() else None
+            learned_from = float(body.get("learned_from", 0.0))
         except Exception as error:
             raise damaged(release, error) from None
-        return cls(net.to(device).eval(), conditioning, moments, sample, space, elected)
+        return cls(net.to(device).eval(), conditioning, moments, sample, space, elected, learned_from)
 
     def prompts(self, n: int, device: torch.device) -> Tensor:
         """n captions in the released proportions (equal ones without a release), sorted, by largest remainder."""
@@ -221,7 +224,12 @@ class Generator:
             return fit_classifier(lambda: LeNet(self.image, len(prior)), batch, LESSONS, seed, device)
 
     def check(self, section: Sample) -> None:
-        """Refuse names that this release could not find."""
+        """Refuse a start before all that the model learned, and names that this release could not find."""
+        if section.starts < self.learned_from:
+            raise BadInput(
+                f"this release's model learned times from {self.learned_from:g} on, and sample.port = "
+                f"{section.port!r} would start before; set a later sample.t0"
+            )
         if section.labels == "found":
             if self.moments is None:
                 raise BadInput("sample.labels = 'found' needs released moments, and this release has none")
@@ -265,7 +273,7 @@ class Generator:
             return moments.sample(y, generator).reshape(shape)
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
         field, onward = guided(network, ids[y], null, section.guidance), (section.churn, generator)
-        if section.pull and moments is not None:
+        if section.pull and section.port in ("guide", "elected") and moments is not None:
             field = _led_on(field, moments, y, section)
         if section.port == "elected" and self.elected is not None:
             z = self._space.encode(self.elected.draw(y, generator, section.unelected)).to(y.device)

@@ -97,18 +97,12 @@ class Recipe(Section):
             self._can_split_classes()
         if self.release.votes_share:
             self._can_vote()
-        if self.pretrain.t_min:
-            self._starts_where_it_learned()
-        return self
-
-    def _starts_where_it_learned(self) -> None:
-        section = self.sample
-        starts = {"weights": (0.0,), "guide": (section.t0,), "elected": (section.t0, section.vary), "release": ()}
-        if any(isinstance(start, str) or start < self.pretrain.t_min for start in starts[section.port]):
+        if self.sample.starts < self.pretrain.t_min:
             raise ValueError(
                 f"pretrain.t_min = {self.pretrain.t_min:g} leaves the model without any idea of earlier times, and "
-                f"sample.port = {section.port!r} would start there: set pretrain.t_min = 0, or a later sample.t0"
+                f"sample.port = {self.sample.port!r} would start there: set pretrain.t_min = 0, or a later sample.t0"
             )
+        return self
 
     def _can_vote(self) -> None:
         section = self.release

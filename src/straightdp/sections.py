@@ -310,6 +310,12 @@ class Sample(Section):
     )
     batch: Count = 500
 
+    @property
+    def starts(self) -> float:
+        """The earliest time at which the model is asked; 1 if it is not."""
+        t0 = 0.0 if self.t0 == "plateau" else float(self.t0)  # which tries every time
+        return {"weights": 0.0, "guide": t0, "elected": min(t0, self.vary), "release": 1.0}[self.port]
+
 
 class Evaluate(Section):
     probe: Literal["convolutional", "linear"] = Field(

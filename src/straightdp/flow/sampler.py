@@ -30,12 +30,14 @@ def euler(
     sampler, x_s ~ p(x_s | x_t, z = the field's estimate), and between lies DDIM's eta. What the field takes for signal
     and passes on is so looked at afresh.
     """
+    if churn and generator is None:
+        raise ValueError("fresh noise needs a generator")
     width = (1 - t0) / steps
     for k in range(steps):
         t, later = t0 + k * width, t0 + (k + 1) * width
         times = torch.full((len(x),), t, device=x.device, dtype=x.dtype)
         v = field(x, times)
-        if churn and generator is not None and k < steps - 1:
+        if generator is not None and churn and k < steps - 1:
             fresh = churn**2 * (1 - (t * (1 - later) / (later * (1 - t))) ** 2)
             xi = xi_from_velocity(v, x, times)
             stirred = ((1 - fresh) ** 0.5 - 1) * xi + fresh**0.5 * noise_like(x, generator)

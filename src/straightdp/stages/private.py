@@ -113,7 +113,8 @@ def plan(inputs: Inputs, start: Path, tau: float, out: Path) -> None:
 def dpsgd(inputs: Inputs, start: Path, vault: Vault, moments: MomentModel | None) -> None:
     """Stage 2: the declared steps, if there are any; then the generator is written to `release/`."""
     net = private_steps(inputs, start, vault) if inputs.recipe.dpsgd.steps else inputs.load_net(start)
-    generator = inputs.make_generator(net, inputs.conditioning, moments, settled_sample(inputs), inputs.space)
+    sample, since = settled_sample(inputs), inputs.recipe.pretrain.t_min
+    generator = inputs.make_generator(net, inputs.conditioning, moments, sample, inputs.space, learned_from=since)
     generator.save(inputs.folder.model, inputs.folder.model_card)
 
 
