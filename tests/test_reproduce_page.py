@@ -73,7 +73,7 @@ def test_the_best_recipe_takes_what_the_rule_says(tmp_path):
         taken = script["choose"](list(script["candidates"](found)))
         assert taken.job.row == table.rows[1].name
     said = script["settings"](taken.job)
-    assert "sample.t0=0.45" in said
+    assert "sample.pull=1.0" in said
     wanted, chosen = load("best-mnist", said), taken.job.loaded
     assert (wanted.net, wanted.release, wanted.sample) == (chosen.net, chosen.release, chosen.sample)
 
