@@ -319,7 +319,7 @@ def test_names_are_the_settings_that_differ():
     plans = [known(f"privacy.epsilon={e}", f"dpsgd.plan={p}", epsilon=e) for p in ("tha", "uniform") for e in (3, 1)]
     assert names(*plans) == [f"epsilon={e}, plan={p}" for p in ("tha", "uniform") for e in (1, 3)]
     assert names(known("dpsgd.steps=9"), known("dpsgd.t_min=0.5", "dpsgd.steps=9"), known()) == [
-        "dpsgd.steps=9, t_min=none", "dpsgd.steps=9, t_min=0.5", "dpsgd.steps=2000, t_min=none",
+        "dpsgd.steps=9, dpsgd.t_min=none", "dpsgd.steps=9, dpsgd.t_min=0.5", "dpsgd.steps=2000, dpsgd.t_min=none",
     ]  # fmt: skip
     assert names(known(name="one"), replace(known(name="two"), recipe=None)) == ["one", "two"]
     alone = [replace(known(name="same"), recipe=None) for _ in range(3)]
