@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from straightdp.cli import main
 from straightdp.errors import BadInput
 from straightdp.folder import RunFolder
 from straightdp.recipe import load
+from straightdp.stages.evaluate import LATE
 from straightdp.stages.inputs import public_key
 from straightdp.stages.public import _public_batch
 
@@ -74,3 +77,17 @@ def test_a_release_remembers_from_where_its_model_learned(tiny, tmp_path, capsys
     assert "learned times from 0.4 on" in said
     assert "later sample.t0" in said
     assert not (tmp_path / "sooner").exists()
+
+
+def test_a_late_prior_is_no_public_model_to_compare_with(tiny, tmp_path):
+    """It would begin at noise, of which it knows nothing."""
+    short = ("pretrain.steps=20", "distill.steps=0", "dpsgd.steps=0", "sample.n=20", "evaluate.thorough=on")
+    sets = {}
+    for t_min in ("0", "0.4"):
+        run = tmp_path / t_min
+        settings = [word for one in (*GUIDED, f"pretrain.t_min={t_min}", *short) for word in ("--set", one)]
+        assert main(["run", str(tiny), "--out", str(run), *settings]) == 0
+        body = json.loads((run / "private/evaluation.json").read_text())
+        sets[t_min] = {one["name"] for one in body["label_aware"]}
+        assert (LATE in body["left_out"]) == (t_min == "0.4")
+    assert sets["0"] - sets["0.4"] == {"public model only"}

@@ -63,9 +63,9 @@ class Recipe(Section):
                 raise ValueError(f"run.method = {self.run.method!r} knows classes alone: leave private.slots out")
             if self.sample.port != "weights":
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: set sample.port=weights")
-            for key in ("jitter", "pull", "churn", "levels"):
-                if getattr(self.sample, key):
-                    raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: set sample.{key}=0")
+            if moved := [key for key in ("jitter", "churn", "levels") if getattr(self.sample, key)]:
+                cure = " ".join(f"sample.{key}=0" for key in moved)
+                raise ValueError(f"run.method = {self.run.method!r} is drawn as it was made: set {cure}")
             if self.sample.labels != "asked" or self.release.votes_share:
                 cure = "set sample.labels=asked, and leave release.votes_share out"
                 raise ValueError(f"run.method = {self.run.method!r} releases no moments: {cure}")

@@ -127,9 +127,12 @@ def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: l
         return one_run.audit(scores, planted.included, section.guesses, inputs.recipe.privacy.delta, BETA)
 
     exposures = canaries.exposure(gain[:m][planted.included], gain[m:])
+    drawn = inputs.recipe.sample
+    if not generator.learned_from:  # else the network alone draws nothing
+        drawn = drawn.model_copy(update={"port": "weights"})
     samples = generator.draw(
         generator.prompts(section.samples, inputs.device),
-        inputs.recipe.sample.model_copy(update={"port": "weights"}),
+        drawn,
         inputs.recipe.run.seed,
         tracker("sample"),
         speed=inputs.speed,

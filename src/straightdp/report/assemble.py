@@ -45,7 +45,7 @@ TIMED = (
 NOT_YET = {"holdout_n": 0, "scores": [], "left_out": ["Nothing was measured yet: `straightdp evaluate RUN` does so."]}
 FILES = {
     "transcript.jsonl": "every mechanism, declared and executed; recompute epsilon from it",
-    "moments.safetensors": "the released class moments",
+    "moments.safetensors": "the released class moments, and the public set's as one Gaussian",
     "elected.safetensors": "draws that the records voted on, and what is left of each one's noisy votes",
     "embedding.safetensors": "the released sums of every class's features",
     "model.safetensors": "the generator's weights",

@@ -106,7 +106,8 @@ def model_card(public: PublicFacts) -> str:
     )
     files = (
         "`model.safetensors` holds the weights, `model.json` the network's shape, captions and sampling settings, "
-        "`moments.safetensors`, where there is one, the released class moments. The images that came with it are "
+        "`moments.safetensors`, where there is one, the released class moments and the public set's. "
+        "The images that came with it are "
         "described in [the data-set card](README.md); `report.html` shows samples and the whole privacy account."
     )
     frozen = [one.value for one in public.assumptions if one.name == FROZEN]

@@ -33,6 +33,7 @@ NOT_THOROUGH = (
     "Fréchet distance, precision and recall, label-aware measures and the second classifier were not run; "
     "`straightdp evaluate RUN --set evaluate.thorough=on` runs them."
 )
+LATE = "The public model alone was not drawn from: it learned late times only, and cannot begin at noise."
 NO_WEIGHTS = (
     "Fréchet distance, precision and recall were not run: no Inception weights were found; "
     "`straightdp data get inception` fetches them."
@@ -84,6 +85,8 @@ def run(inputs: Inputs) -> None:
         body["left_out"].append(NO_ENCODER)
     _write_closeness(inputs, sets[0])
     if inputs.thorough:
+        if inputs.recipe.evaluate.references and inputs.recipe.pretrain.t_min:
+            body["left_out"].append(LATE)
         body["label_aware"] = _label_aware(inputs, sets, next(iter(classifiers.values())))
         features = inception.find(inputs.device)
         if features is None:
@@ -113,7 +116,8 @@ def _image_sets(inputs: Inputs) -> Iterator[ImageSet]:
         note = "draws of the released moments, no network"
         yield ImageSet("released moments alone", note, _on_grid(draws), labels[prompts])
     pretrained = folder.checkpoints / "pretrained.safetensors"
-    if inputs.thorough and pretrained.exists() and len(inputs.public):
+    late = recipe.pretrain.t_min > 0  # and could not draw from noise
+    if inputs.thorough and pretrained.exists() and len(inputs.public) and not late:
         net = inputs.load_net(pretrained)
         model = inputs.make_generator(net.eval(), inputs.conditioning, moments, recipe.sample, space)
         prompts = model.prompts(len(z), inputs.device)

@@ -54,8 +54,8 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     model = run_release(inputs.recipe, basis, vault, stds, prompts, spread, partial(_kept, inputs.folder))
     if inputs.folder.is_audit:
         save_file({id: torch.from_numpy(sums) for id, sums in vault.released.items()}, inputs.folder.sums)
-    one = torch.zeros(len(inputs.public), dtype=torch.int64)
-    model = model.beside(public_moments(inputs.public_z, one, basis, section))
+    one_class = torch.zeros_like(inputs.public_labels)
+    model = model.beside(public_moments(inputs.public_z, one_class, basis, section))
     labels = inputs.conditioning.labels
     if section.condition == "global":
         labels = (0,) * len(labels)

@@ -123,7 +123,7 @@ def _public_batch(inputs: Inputs, n: int, generator: torch.Generator) -> tuple[T
 
 @torch.no_grad()
 def public_loss(inputs: Inputs, start: Path, batches: int = 8, n: int = 128) -> float:
-    """The pretrained network's loss on public records: the same draws for every network of one space."""
+    """The pretrained network's loss on public records: the same draws for every network of one space and t_min."""
     from safetensors.torch import load_file
 
     net = _pretrained_net(inputs).eval()
