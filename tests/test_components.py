@@ -27,6 +27,7 @@ from straightdp.moments.release import COVARIANCE, MEANS, TRACE, release_parts, 
 from straightdp.privacy.ledger import Ledger
 from straightdp.recipe import Distill, parse
 from straightdp.report.plan import describe_plan
+from straightdp.stages.gather import certificate_of
 
 
 def random_model(g: torch.Generator, Y: int, k: int, d: int, r: int, *, shared: bool = False) -> MomentModel:
@@ -369,6 +370,43 @@ def test_a_release_finds_the_groups_within_classes():
         torch.testing.assert_close(m.weights[c][apart.argmin(dim=1)], counts, rtol=0, atol=2e-3)
         spread = torch.diag_embed(m.lam[c]) + 1e-3 * torch.eye(4)
         np.testing.assert_allclose(m.V[c] @ spread @ m.V[c].T, 0.09 * np.eye(4), atol=0.06)
+
+
+@pytest.mark.parametrize(("epsilon", "many"), [(0.3, 8), (1, 24), (3, 64)])
+def test_as_many_as_the_declared_noise_lets_be_told_apart(epsilon, many):
+    """Of MNIST's size. With its share of the records each is off by 0.36 of the radius at most; one more is not."""
+    rules = parse(
+        {
+            "privacy": {"epsilon": epsilon, "n": 60000},
+            "release": {"features": 128, "components": "auto"},
+            "dpsgd": {"steps": 0},
+            "distill": {"steps": 0},
+        }
+    )
+    std = next(one for one in certificate_of(rules).workload if one.id == round_id(1)).to_json()["noise_std"]
+    found = components.as_many(std, 6000, 128, 20.0)
+    assert abs(found - many) <= 1
+    if found < components.MOST:
+        assert std * math.sqrt(128) / (6000 / found) <= components.OFF < std * math.sqrt(128) / (6000 / (found + 1))
+
+
+@given(std=st.floats(0, 1e4), records=st.floats(1, 1e6), p=st.integers(1, 512), least=st.floats(1, 100))
+def test_the_number_of_components_stays_within_its_bounds(std, records, p, least):
+    found = components.as_many(std, records, p, least)
+    assert 2 <= found <= components.MOST
+    assert found == 2 or found * least <= records
+    assert components.as_many(2 * std, records, p, least) <= found <= components.as_many(std, 2 * records, p, least)
+
+
+def test_a_release_takes_as_many_components_as_its_noise_allows():
+    g = keyed(0)
+    y = torch.arange(1000) % 2
+    z = torch.randn(1000, 4, generator=g)
+    basis = Basis(torch.zeros(4).double(), torch.eye(4).double(), 9.0, 9.0, 9.0, 9.0)
+    rules = parse({"release": {"features": 4, "rank": 4, "components": "auto", "rounds": 1}})
+    for std, many in ((0.0, 25), (10.0, 9), (1e6, 2)):  # 500 records a class: 500 / 20; 0.36 x 500 / (10 x 2)
+        vault, stds = OpenVault(z, y, 2), {part.id: std for part in release_parts(rules)}
+        assert run_release(rules, basis, vault, stds).centres.shape == (2, many, 4)
 
 
 def test_rounds_are_declared_one_by_one_and_shares_add_up():

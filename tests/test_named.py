@@ -1,4 +1,4 @@
-"""What drawn pictures are called: by the caption they were asked for, or by a classifier of the release's own draws."""
+"""What drawn pictures are called: by the caption they were asked for, or by classifiers of the release's own draws."""
 
 import csv
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import straightdp.generator
 from straightdp.cli import main
 from straightdp.errors import BadInput
 from straightdp.generator import Conditioning, Generator, synthesise
@@ -14,8 +15,14 @@ from straightdp.nets.mmdit import MMDiT
 from straightdp.recipe import Net, Sample, load
 from test_generator import CAPTIONS, CLASSES, CPU, conditioning
 
+LESSONS = 150  # of a classifier that finds names: these pictures are easy to tell apart
 SECTION = Net(width=16, depth=1, heads=2, patch=4, caption_width=8, caption_length=3, vocabulary=16)
 FOUND = Sample(labels="found", jitter=0.3)
+
+
+@pytest.fixture(autouse=True)
+def few_lessons(monkeypatch):
+    monkeypatch.setattr(straightdp.generator, "LESSONS", LESSONS)
 
 
 def bars(side: int = 8) -> torch.Tensor:
@@ -44,6 +51,25 @@ def test_a_picture_is_called_what_it_shows_whatever_was_asked_for():
     assert torch.equal(found, generator.named(images, asked, FOUND, 3)), "the same seed, the same names"
     assert generator.named(images, asked, Sample(), 3) is asked
     assert len(generator.named(images[:0], asked[:0], FOUND, 3)) == 0
+
+
+def test_classifiers_are_asked_together(monkeypatch):
+    """Each would say something else of grey pictures; what they say is added up, and the likeliest caption is taken."""
+    opinions = torch.tensor([[[0.5, 0.4, 0.1], [0.2, 0.3, 0.5]], [[0.1, 0.6, 0.3], [0.3, 0.3, 0.4]]])
+    seeds: list[int] = []
+
+    def fit(make, batch, steps, seed, device):
+        seeds.append(seed)
+        own = opinions[len(seeds) % 2]
+        return lambda images: own
+
+    monkeypatch.setattr(straightdp.generator, "fit_shares", fit)
+    monkeypatch.setattr(straightdp.generator, "NAMERS", 3)
+    found = release().named(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64), FOUND, 3)
+    assert found.tolist() == [1, 2]
+    assert len(set(seeds)) == 3
+    release().named(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64), FOUND, 4)
+    assert len(set(seeds)) == 6, "another seed has none of the same classifiers"
 
 
 @pytest.mark.parametrize(

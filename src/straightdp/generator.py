@@ -22,7 +22,7 @@ from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.backbone import Backbone, OwnVelocity, own_net
 from straightdp.nets.captions import CaptionIds, Tokenizer
-from straightdp.nets.classifiers import SMALLEST, LeNet, Predict, fit_classifier
+from straightdp.nets.classifiers import SMALLEST, LeNet, Shares, fit_shares
 from straightdp.nets.spaces import Codes, Pixels, Space
 from straightdp.nets.velocity import VelocityNet
 from straightdp.progress import tracker
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 AUTOENCODER = "autoencoder."  # what its weights' names begin with
 MANY = 50_000  # images: compiling takes half a minute on an H200, which fewer do not win back by our reckoning
-LESSONS, LESSON = 1_500, 128  # steps, and pictures a step, of the classifier that finds names
+LESSONS, LESSON = 1_500, 128  # steps, and pictures a step, of a classifier that finds names
+NAMERS = 5  # such classifiers, which are asked together: one by itself is off by what it happened to begin with
 
 
 @dataclass(frozen=True)
@@ -208,11 +209,13 @@ class Generator:
         self.check(section)
         if section.labels == "asked" or self.moments is None or not len(images):
             return y
-        find = self._classifier(self._tilted(self.moments, section.tilt, seed), section, seed, y.device)
-        return torch.cat([find(part) for part in images.split(1000)])
+        find = self._classifiers(self._tilted(self.moments, section.tilt, seed), section, seed, y.device)
+        return torch.cat(
+            [torch.stack([one(part) for one in find]).sum(dim=0).argmax(dim=1) for part in images.split(1000)]
+        )
 
-    def _classifier(self, moments: MomentModel, section: Sample, seed: int, device: torch.device) -> Predict:
-        """It learns captions from the release's own draws, moved like all draws: nothing private is asked."""
+    def _classifiers(self, moments: MomentModel, section: Sample, seed: int, device: torch.device) -> list[Shares]:
+        """They learn captions from the release's own draws, moved like all draws: nothing private is asked."""
         prior = moments.prior.to(device)
 
         def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -221,7 +224,8 @@ class Generator:
             return jitter(images, section.jitter, generator), y
 
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-            return fit_classifier(lambda: LeNet(self.image, len(prior)), batch, LESSONS, seed, device)
+            seeds = (step_generator(seed, "names", k, device).initial_seed() for k in range(NAMERS))
+            return [fit_shares(lambda: LeNet(self.image, len(prior)), batch, LESSONS, own, device) for own in seeds]
 
     def check(self, section: Sample) -> None:
         """Refuse a start before all that the model learned, and names that this release could not find."""

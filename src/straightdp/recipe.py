@@ -93,7 +93,7 @@ class Recipe(Section):
             )
         if self.dpsgd.steps and self.dpsgd.weight == 0 and self.dpsgd.sigma is None:
             raise ValueError("dpsgd.weight is 0 but dpsgd.steps is not: set dpsgd.steps = 0")
-        if self.release.components > 1:
+        if self.release.splits:
             self._can_split_classes()
         if self.release.votes_share:
             self._can_vote()
@@ -137,7 +137,8 @@ class Recipe(Section):
                 f"{said} splits what is released of each class: set privacy.mode = 'tight', release.condition = "
                 "'class' and release.covariance = 'residual'"
             )
-        parts = section.components * len(self.private.classes or ("",))
+        least = 2 if section.components == "auto" else section.components
+        parts = least * len(self.private.classes or ("",))
         if n is not None and n < parts * section.min_count:
             raise ValueError(
                 f"{said} makes {parts} components in all, and N = {n} leaves each fewer than release.min_count = "
@@ -191,7 +192,7 @@ class Recipe(Section):
             tree.pop("rival")
         if not self.sd3.model:
             tree.pop("sd3")
-        if self.release.components == 1:
+        if not self.release.splits:
             for name in ("components", "rounds", "components_share"):
                 tree["release"].pop(name)
         if not self.release.votes_share:

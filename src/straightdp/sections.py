@@ -196,9 +196,10 @@ class Release(Section):
     text_quantile: Fraction = Field(default=0.99, description="R_txt: 1.1 x this quantile of the prompts' norms")
     centre: bool = Field(default=True, description="centre caption features at their public mean, with an intercept")
     project: bool = Field(default=True, description="cross moments in the public PCA basis, not of whole records")
-    components: Annotated[int, Field(ge=1, le=100)] = Field(
+    components: Annotated[int, Field(ge=1, le=100)] | Literal["auto"] = Field(
         default=1,
-        description="Gaussians a class; beyond 1 by rounds of noisy k-means around the released class moments",
+        description="Gaussians a class; beyond 1 by rounds of noisy k-means around the released class moments; auto: "
+        "as many as the declared noise lets be told apart among N records",
     )
     rounds: Annotated[int, Field(ge=1, le=9)] = Field(default=2, description="of the components, a mechanism each")
     components_share: Annotated[float, Field(gt=0, lt=1)] = Field(
@@ -214,6 +215,11 @@ class Release(Section):
     min_count: Annotated[float, Field(ge=1)] = Field(
         default=20.0, description="a class whose released count is below this takes the released global mean"
     )
+
+    @property
+    def splits(self) -> bool:
+        """Whether a class is several Gaussians."""
+        return self.components != 1
 
 
 class Distill(Section):
@@ -305,8 +311,8 @@ class Sample(Section):
     )
     labels: Literal["asked", "found"] = Field(
         default="asked",
-        description="what a picture is called: the caption it was drawn under, or the one that a classifier of the "
-        "release's own draws finds in it, for a model that knows no private class",
+        description="what a picture is called: the caption it was drawn under, or the one that classifiers of the "
+        "release's own draws find in it, for a model that knows no private class",
     )
     batch: Count = 500
 

@@ -13,6 +13,16 @@ from straightdp.moments.covariance import project_psd
 from straightdp.moments.statistics import COMPONENT_COUNT
 
 DRAWS, ITERATIONS = 4000, 15
+OFF, MOST = 0.36, 64  # of `as_many`
+
+
+def as_many(std: float, records: float, p: int, least: float) -> int:
+    """How many Gaussians a class of `records` is worth: as many as a round's noise, of `std` on each of the p numbers
+    of a sum, leaves the centre of one with an equal share of records off by no more than OFF of the residuals' radius,
+    and as have `least` records each; from 2 to MOST. Of declared numbers alone."""
+    noise = std * p**0.5
+    told_apart = min(OFF * records / noise if noise else records, records / least)
+    return int(min(max(told_apart, 2), MOST))
 
 
 def split(means: Tensor, covariance: Tensor, k: int) -> Tensor:

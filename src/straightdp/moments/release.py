@@ -51,7 +51,7 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
     if recipe.run.method in RIVALS or (section.weight == 0 and section.sigma is None):
         return ()
     whole = 1 - section.votes_share
-    spread = whole * (1 - section.components_share if section.components > 1 else 1.0)
+    spread = whole * (1 - section.components_share if section.splits else 1.0)
     means = spread if section.covariance == "public" else spread * section.means_share
     rest = spread - means
     if section.condition == "global":
@@ -71,7 +71,7 @@ def release_parts(recipe: Recipe) -> tuple[ReleasePart, ...]:
         parts.append(ReleasePart(TRACE, "mean squared distance from the released means", 1.0, rest * TRACE_PART))
     else:
         parts.append(ReleasePart(COVARIANCE, "shared second moment", 2.0 if paper else 1.0, rest))
-    if section.components > 1:
+    if section.splits:
         what = "counts and sums around the released centres, round {} of {}"
         for k in range(1, section.rounds + 1):
             said, part = what.format(k, section.rounds), whole * section.components_share / section.rounds
@@ -140,7 +140,7 @@ def run_release(
         second = vault.gaussian_sum(COVARIANCE, statistics.shared_second_moment_of_records(basis))[0]
         within = torch.from_numpy(second) / vault.n - basis.P.T @ means.between @ basis.P
         return MomentModel.from_full(basis, means.features, within, means.counts, section.rank, section.floor)
-    if section.components > 1:
+    if section.splits:
         return _split(vault, basis, means, covariance, section, stds, keep)
     return MomentModel.from_features(basis, means.features, covariance, means.counts, section.rank, section.floor)
 
@@ -194,8 +194,11 @@ def _split(
 ) -> MomentModel:
     """Every round's declared mechanism, and the model of the components that come of them. The centres of a round are
     kept before its sum: computed again, by another number of threads, they would differ in the last bits."""
-    centres = components.split(means.features, covariance, section.components)
-    weights, off = centres.new_full(centres.shape[:2], 1 / section.components), torch.zeros_like(centres)
+    many = section.components
+    if many == "auto":
+        many = components.as_many(stds[round_id(1)], vault.n / vault.classes, len(basis.P), section.min_count)
+    centres = components.split(means.features, covariance, many)
+    weights, off = centres.new_full(centres.shape[:2], 1 / many), torch.zeros_like(centres)
     for k in range(1, section.rounds + 1):
         centres = keep(round_id(k), centres)
         noisy = torch.from_numpy(vault.gaussian_sum(round_id(k), statistics.component_sums(basis, centres)))

@@ -15,6 +15,9 @@ SMALLEST = 8  # pixels that they need each way
 Predict = Callable[[Tensor], Tensor]
 """Images in [-1, 1] to labels."""
 
+Shares = Callable[[Tensor], Tensor]
+"""Images in [-1, 1] to how likely each label is, (n, labels)."""
+
 Batch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 """Some pictures and their labels, by a generator's draws."""
 
@@ -73,6 +76,12 @@ class _Residual(nn.Module):
 
 
 def fit_classifier(make: Callable[[], nn.Module], batch: Batch, steps: int, seed: int, device: torch.device) -> Predict:
+    """Train a new network on pictures as they are made, and take the label that it finds likeliest."""
+    find = fit_shares(make, batch, steps, seed, device)
+    return lambda images: find(images).argmax(dim=1)
+
+
+def fit_shares(make: Callable[[], nn.Module], batch: Batch, steps: int, seed: int, device: torch.device) -> Shares:
     """Train a new network on pictures as they are made. One fixed recipe: Adam 1e-3, cosine decay."""
     generator = torch.Generator(device).manual_seed(seed)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -92,7 +101,7 @@ def fit_classifier(make: Callable[[], nn.Module], batch: Batch, steps: int, seed
     net.eval()
 
     @torch.no_grad()
-    def predict(images: Tensor) -> Tensor:
-        return net(images.to(device)).argmax(dim=1)
+    def find(images: Tensor) -> Tensor:
+        return net(images.to(device)).softmax(dim=1)
 
-    return predict
+    return find

@@ -1,6 +1,6 @@
 """Records vote for the draws that look most like them; those that were voted for are what is varied later.
 
-Candidates are drawn as `sample.port = "guide"` draws them, and called what a classifier of the release's own draws sees
+Candidates are drawn as `sample.port = "guide"` draws them, and called what classifiers of the release's own draws see
 in them, so that a record has a choice among pictures of its class. It sees them, and itself, in Inception's features.
 The histogram of the votes is one Gaussian mechanism of the release: a record has one vote.
 """
