@@ -559,7 +559,12 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(tmp_path):
         ({"release": {"components": 2, "covariance": "public"}}, "release.covariance = 'residual'"),
         ({"release": {"components": 2}, "privacy": {"mode": "paper"}}, "privacy.mode = 'tight'"),
         ({"release": {"components": 2, "weight": 0}}, "give release.weight"),
-        ({"release": {"components": 8}, "privacy": {"n": 159}}, "8 components in all, and N = 159"),
+        ({"release": {"components": "auto", "weight": 0}}, "give release.weight"),
+        ({"release": {"components": "auto"}, "privacy": {"mode": "paper"}}, "privacy.mode = 'tight'"),
+        ({"release": {"components": "auto"}, "privacy": {"n": 39}}, "set 1"),
+        ({"release": {"components": "Auto"}}, "release.components = 'Auto'"),
+        ({"release": {"components": 0}}, "release.components = 0 is not allowed"),
+        ({"release": {"components": 8}, "privacy": {"n": 159}}, "8 components in all at least, and N = 159"),
         ({"release": {"components": 8}, "privacy": {"n": 319}, "private": {"classes": ["a", "b"]}}, "16 components"),
     ],
 )

@@ -74,7 +74,8 @@ def test_the_best_recipe_takes_what_the_rule_says(tmp_path):
         assert taken.job.row == table.rows[1].name
     said = script["settings"](taken.job)
     assert "sample.pull=1.0" in said
-    wanted, chosen = load("best-mnist", said), taken.job.loaded
+    elsewhere = tuple(f"{key}=7" for key in script["ELSEWHERE"])
+    wanted, chosen = load("best-mnist", (*said, *elsewhere)), load(taken.job.recipe, (*taken.job.settings, *elsewhere))
     assert (wanted.net, wanted.release, wanted.sample) == (chosen.net, chosen.release, chosen.sample)
 
 

@@ -137,12 +137,12 @@ class Recipe(Section):
                 f"{said} splits what is released of each class: set privacy.mode = 'tight', release.condition = "
                 "'class' and release.covariance = 'residual'"
             )
-        least = 2 if section.components == "auto" else section.components
+        least, cure = (2, "set 1") if section.components == "auto" else (section.components, "set fewer")
         parts = least * len(self.private.classes or ("",))
         if n is not None and n < parts * section.min_count:
             raise ValueError(
-                f"{said} makes {parts} components in all, and N = {n} leaves each fewer than release.min_count = "
-                f"{section.min_count:g} records: set fewer"
+                f"{said} makes {parts} components in all at least, and N = {n} leaves each fewer than "
+                f"release.min_count = {section.min_count:g} records: {cure}"
             )
 
     def _fits_frozen_model(self) -> None:
@@ -266,8 +266,9 @@ def parse(tree: dict[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        first = next((e for e in error.errors() if e["type"] != "string_type"), error.errors()[0])
-        where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
+        kinds = ("string_type", "int_parsing", "float_parsing")  # where another kind was allowed, that says more
+        first = next((e for e in error.errors() if e["type"] not in kinds), error.errors()[0])
+        where = ".".join(str(part) for part in first["loc"][:2] if not str(part).startswith("function"))
         if not where:  # about several values: the message names them
             raise BadInput(f"recipe is not allowed: {first['msg']}") from None
         raise BadInput(f"recipe value {where} = {first['input']!r} is not allowed: {first['msg']}") from None

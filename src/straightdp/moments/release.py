@@ -115,9 +115,11 @@ def run_release(
     prompts: Prompts | None = None,
     public: Tensor | None = None,
     keep: Keep = lambda id, made: made,
+    many: int | None = None,
 ) -> MomentModel:
-    """Execute every declared mechanism of the release, once each. `stds` are the declared noise deviations; `public`
-    is the spread of public records, (1, p, p), where no other is released; `keep` remembers what later sums hang on."""
+    """Execute every declared mechanism of the release, once each. `stds` are the noise's deviations; `public` is the
+    spread of public records, (1, p, p), where no other is released; `keep` remembers what later sums hang on; `many` is
+    `gaussians` of what was declared, where the noise is not that."""
     section, tight = recipe.release, recipe.privacy.mode == "tight"
     if section.condition == "global":
         means = one_mean(torch.from_numpy(vault.gaussian_sum(MEAN, statistics.global_mean(basis)))[0], basis, vault.n)
@@ -141,7 +143,8 @@ def run_release(
         within = torch.from_numpy(second) / vault.n - basis.P.T @ means.between @ basis.P
         return MomentModel.from_full(basis, means.features, within, means.counts, section.rank, section.floor)
     if section.splits:
-        return _split(vault, basis, means, covariance, section, stds, keep)
+        many = many or gaussians(section, stds, vault.n / vault.classes, basis)
+        return _split(vault, basis, means, covariance, section, many, stds, keep)
     return MomentModel.from_features(basis, means.features, covariance, means.counts, section.rank, section.floor)
 
 
@@ -189,14 +192,25 @@ def _residual_covariance(vault: Vault, basis: Basis, means: Means, section: Rele
     return per_class(moments, counts, noise_std, scale, section.floor, section.min_count)
 
 
+def gaussians(section: Release, stds: dict[str, float], records: float, basis: Basis) -> int:
+    """How many a class of so many records is released as, by the declared deviations of the noise."""
+    if section.components != "auto":
+        return section.components
+    return components.as_many(stds[round_id(1)], records, len(basis.P), section.min_count)
+
+
 def _split(
-    vault: Vault, basis: Basis, means: Means, covariance: Tensor, section: Release, stds: dict[str, float], keep: Keep
+    vault: Vault,
+    basis: Basis,
+    means: Means,
+    covariance: Tensor,
+    section: Release,
+    many: int,
+    stds: dict[str, float],
+    keep: Keep,
 ) -> MomentModel:
     """Every round's declared mechanism, and the model of the components that come of them. The centres of a round are
     kept before its sum: computed again, by another number of threads, they would differ in the last bits."""
-    many = section.components
-    if many == "auto":
-        many = components.as_many(stds[round_id(1)], vault.n / vault.classes, len(basis.P), section.min_count)
     centres = components.split(means.features, covariance, many)
     weights, off = centres.new_full(centres.shape[:2], 1 / many), torch.zeros_like(centres)
     for k in range(1, section.rounds + 1):

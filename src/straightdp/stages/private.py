@@ -24,7 +24,7 @@ from straightdp.moments.basis import Basis
 from straightdp.moments.distill import distill_batch
 from straightdp.moments.field import MomentModel
 from straightdp.moments.horizon import public_moments, public_spread
-from straightdp.moments.release import VOTES, Prompts, release_parts, run_release
+from straightdp.moments.release import VOTES, Prompts, gaussians, release_parts, run_release
 from straightdp.moments.text import TextBasis
 from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.ledger import Ledger
@@ -43,7 +43,8 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     for id in (part.id for part in release_parts(inputs.recipe) if part.id != VOTES):  # which come later
         vault.bind(id, f"{basis.digest()}|{_eyes(inputs, words=inputs.featuriser is not None)}")
     drawn = 1.0 if inputs.leak is None else inputs.leak  # of the declared noise
-    stds = {part.id: part.sigma * part.sensitivity * drawn for part in ledger.declared.values()}
+    declared = {part.id: part.sigma * part.sensitivity for part in ledger.declared.values()}
+    stds = {id: std * drawn for id, std in declared.items()}
     prompts = None
     if inputs.featuriser is not None:
         features = inputs.featuriser(inputs.conditioning.captions)
@@ -51,7 +52,8 @@ def release(inputs: Inputs, basis: Basis, vault: Vault, ledger: Ledger, out: Pat
     spread, section = None, inputs.recipe.release
     if section.covariance == "public":
         spread = public_spread(inputs.public_z, inputs.public_labels, basis)
-    model = run_release(inputs.recipe, basis, vault, stds, prompts, spread, partial(_kept, inputs.folder))
+    many = gaussians(section, declared, vault.n / vault.classes, basis)
+    model = run_release(inputs.recipe, basis, vault, stds, prompts, spread, partial(_kept, inputs.folder), many)
     if inputs.folder.is_audit:
         save_file({id: torch.from_numpy(sums) for id, sums in vault.released.items()}, inputs.folder.sums)
     one_class = torch.zeros_like(inputs.public_labels)
