@@ -179,7 +179,16 @@ OTHER: dict[str, dict[str, Any]] = {
     },
     "public": {"data": "x", "caption": "{label}"},
     "image": {"size": 9, "channels": 3},
-    "latent": {"d": 32, "width": 8, "steps": 1, "batch": 2, "lr": 1.0, "noise": 0.5, "radius_quantile": 0.5},
+    "latent": {
+        "d": 32,
+        "width": 8,
+        "steps": 1,
+        "batch": 2,
+        "lr": 1.0,
+        "noise": 0.5,
+        "radius_quantile": 0.5,
+        "flow": "pixels",
+    },
     "net": {
         "kind": "unet",
         "width": 96,
@@ -329,9 +338,10 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
     needed = {  # beside it
         "sd3.model": {"image": {"channels": 3, "size": 32}},
         "pretrain.t_min": {"sample": {"port": "release"}},
+        "latent.flow": {"latent": {"d": 32}, "distill": {"steps": 0}, "dpsgd": {"steps": 0}},
     }
     others = needed.get(dotted, {})
-    changed = parse(others | {section: {key: OTHER[section][key]}})
+    changed = parse(others | {section: others.get(section, {}) | {key: OTHER[section][key]}})
     assert changed != parse(others)
     assert through_toml(changed, scratch) == changed
     ignored = section in ("sample", "evaluate", "audit", "rival") or dotted in (

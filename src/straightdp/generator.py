@@ -17,13 +17,14 @@ from straightdp.flow.fit import step_generator
 from straightdp.flow.jitter import jitter
 from straightdp.flow.path import back_to, noise_like
 from straightdp.flow.sampler import Field, Network, euler, guided, pulled
+from straightdp.moments.decoded import decoded
 from straightdp.moments.elected import Elected
 from straightdp.moments.field import MomentModel
 from straightdp.nets.autoencoder import Autoencoder
 from straightdp.nets.backbone import Backbone, OwnVelocity, own_net
 from straightdp.nets.captions import CaptionIds, Tokenizer
 from straightdp.nets.classifiers import SMALLEST, LeNet, Shares, fit_shares
-from straightdp.nets.spaces import Codes, Pixels, Space
+from straightdp.nets.spaces import Codes, Pixels, Space, flow_of
 from straightdp.nets.velocity import VelocityNet
 from straightdp.progress import tracker
 from straightdp.recipe import RIVALS, Latent, Net, Sample
@@ -118,7 +119,8 @@ def damaged(release: Path, error: Exception) -> BadInput:
 
 @dataclass
 class Generator:
-    """`space` says what the network's z are; left out, pixels. It knows times from `learned_from` on."""
+    """`space` says what the release's z are, and so what the network's are; left out, pixels. It knows times from
+    `learned_from` on."""
 
     net: VelocityNet
     conditioning: Conditioning
@@ -130,6 +132,7 @@ class Generator:
 
     def __post_init__(self) -> None:
         self._space: Space = self.space or Pixels(self.net.shape)
+        self._flow = flow_of(self._space)
 
     @property
     def image(self) -> tuple[int, int, int]:
@@ -220,8 +223,7 @@ class Generator:
 
         def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
             y = torch.multinomial(prior, LESSON, replacement=True, generator=generator)
-            images = self._space.decode(moments.sample(y, generator).reshape(len(y), *self.net.shape))
-            return jitter(images, section.jitter, generator), y
+            return jitter(self._pictures(moments.sample(y, generator)), section.jitter, generator), y
 
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
             seeds = (step_generator(seed, "names", k, device).initial_seed() for k in range(NAMERS))
@@ -250,18 +252,21 @@ class Generator:
             speed = "plain"
         network = Compiled(half(self.net), speed=speed)
         moments = None if self.moments is None else self._tilted(self.moments, section.tilt, seed)
+        leads = moments if section.pull and section.port in ("guide", "elected") else None
+        if leads is not None and self._flow is not self._space:
+            leads = decoded(leads, self._pictures)
         starts = list(range(0, len(y), section.batch))
         pieces = []
         for k in track(range(len(starts)), 0, len(starts)):
             part = y[starts[k] : starts[k] + section.batch]
             missing = section.batch - len(part) if speed == "compiled" else 0  # one shape is compiled, once
             generator = step_generator(seed, "sample", k, y.device)
-            drawn = self._batch(network, moments, F.pad(part, (0, missing)), section, generator)
-            images = self._space.decode(drawn[: len(part)])
+            drawn = self._batch(network, moments, leads, F.pad(part, (0, missing)), section, generator)
+            images = self._flow.decode(drawn[: len(part)])
             moved = section.port in ("guide", "elected")  # before the model took over
             images = images if moved else jitter(images, section.jitter, generator)
             pieces.append(levelled(images, section.levels))
-        return torch.cat(pieces).cpu() if pieces else self._space.decode(torch.zeros(0, *self.net.shape))
+        return torch.cat(pieces).cpu() if pieces else self._flow.decode(torch.zeros(0, *self.net.shape))
 
     def _tilted(self, moments: MomentModel, tilt: str, seed: int) -> MomentModel:
         try:
@@ -269,30 +274,43 @@ class Generator:
         except ValueError as error:
             raise BadInput(f"sample.tilt = {tilt!r}: {error}") from None
 
+    def _pictures(self, z: Tensor) -> Tensor:
+        """Of the release's z, (n, d)."""
+        return self._space.decode(z.reshape(len(z), *self._space.shape))
+
+    def _released(self, moments: MomentModel, y: Tensor, generator: torch.Generator, jittered: float) -> Tensor:
+        """Draws of the release as the network's z, moved as pictures."""
+        z = moments.sample(y, generator)
+        if not jittered and self._flow is self._space:
+            return z.reshape(len(y), *self.net.shape)
+        return self._flow.encode(jitter(self._pictures(z), jittered, generator)).to(z)
+
     def _batch(
-        self, network: Network, moments: MomentModel | None, y: Tensor, section: Sample, generator: torch.Generator
+        self,
+        network: Network,
+        moments: MomentModel | None,
+        leads: MomentModel | None,
+        y: Tensor,
+        section: Sample,
+        generator: torch.Generator,
     ) -> Tensor:
-        shape = (len(y), *self.net.shape)
+        """z of the network's, led on by the field of `leads` if there is one."""
         if section.port == "release" and moments is not None:
-            return moments.sample(y, generator).reshape(shape)
+            return self._released(moments, y, generator, 0.0)
         ids, null = self.conditioning.ids(y.device), self.conditioning.null(y.device)
         field, onward = guided(network, ids[y], null, section.guidance), (section.churn, generator)
-        if section.pull and section.port in ("guide", "elected") and moments is not None:
-            field = _led_on(field, moments, y, section)
+        if leads is not None:
+            field = _led_on(field, leads, y, section)
         if section.port == "elected" and self.elected is not None:
-            z = self._space.encode(self.elected.draw(y, generator, section.unelected)).to(y.device)
+            z = self._flow.encode(self.elected.draw(y, generator, section.unelected)).to(y.device)
             return euler(field, back_to(z, section.vary, generator), section.steps, section.vary, *onward)
         if section.port == "guide" and moments is not None:
             if not isinstance(section.t0, float | int):
                 raise BadInput("sample.t0 = 'plateau' is found by a run, on its public set; give a number here")
-
-            def moved(z: Tensor) -> Tensor:
-                images = jitter(self._space.decode(z.reshape(shape)), section.jitter, generator)
-                return self._space.encode(images).to(z).flatten(1)
-
-            start = moments.tilted_start(y, section.t0, generator, moved if section.jitter else None)
-            return euler(field, start.reshape(shape), section.steps, section.t0, *onward)
-        return euler(field, noise_like(torch.empty(shape, device=y.device), generator), section.steps, 0.0, *onward)
+            start = back_to(self._released(moments, y, generator, section.jitter), section.t0, generator)
+            return euler(field, start, section.steps, section.t0, *onward)
+        noise = noise_like(torch.empty(len(y), *self.net.shape, device=y.device), generator)
+        return euler(field, noise, section.steps, 0.0, *onward)
 
 
 def levelled(images: Tensor, part: float) -> Tensor:

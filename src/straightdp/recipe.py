@@ -97,6 +97,8 @@ class Recipe(Section):
             self._can_split_classes()
         if self.release.votes_share:
             self._can_vote()
+        if self.latent.flow == "pixels":
+            self._can_draw_pixels()
         if self.sample.starts < self.pretrain.t_min:
             raise ValueError(
                 f"pretrain.t_min = {self.pretrain.t_min:g} leaves the model without any idea of earlier times, and "
@@ -117,6 +119,20 @@ class Recipe(Section):
             raise ValueError("release.votes_share knows classes alone: leave private.slots, {text} and sd3.model out")
         if self.sample.t0 == "plateau":
             raise ValueError("release.votes_share is of draws that start at a given time: set sample.t0 to a number")
+
+    def _can_draw_pixels(self) -> None:
+        said = "latent.flow = 'pixels'"
+        if self.latent.d is None:
+            raise ValueError(f"{said} is of a release of codes: give latent.d, or leave it out")
+        if self.release.weight == 0 and self.release.sigma is None:
+            raise ValueError(f"{said} needs a release: give release.weight")
+        if self.distill.steps or self.dpsgd.steps:
+            raise ValueError(
+                f"{said} keeps private records, which are seen as codes, from the network: set distill.steps = 0 and "
+                "dpsgd.steps = 0"
+            )
+        if self.sample.t0 == "plateau":
+            raise ValueError(f"{said}: a plateau is found where network and moments are of one kind; set sample.t0")
 
     def _can_find_labels(self) -> None:
         if self.release.weight == 0 and self.release.sigma is None:
@@ -186,7 +202,7 @@ class Recipe(Section):
     def digest(self) -> str:
         """Hash of all that decides the trained model; sampling, evaluation and what is only speed may change later."""
         tree = self.model_dump(mode="json", exclude={"sample", "evaluate", "audit"})
-        tree["net"], tree["pretrain"] = self.net.identity(), self.pretrain.identity()
+        tree |= {name: getattr(self, name).identity() for name in ("latent", "net", "pretrain")}
         tree["private"]["slots"] = list(self.private.slots.items())  # their order is the captions' order
         if self.run.method not in RIVALS:
             tree.pop("rival")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -19,7 +19,16 @@ ALL = ("*",)  # as names of parameters
 
 
 class Section(BaseModel):
+    """`LATER` are knobs that came after releases were made, with the values that change nothing."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    LATER: ClassVar[dict[str, Any]] = {}
+
+    def identity(self) -> dict[str, Any]:
+        """What it is known by. A later knob that changes nothing is not named, so that what was made before is
+        found."""
+        tree = self.model_dump(mode="json")
+        return {key: value for key, value in tree.items() if key not in self.LATER or value != self.LATER[key]}
 
 
 class Privacy(Section):
@@ -90,6 +99,7 @@ class Image(Section):
 class Latent(Section):
     """A convolutional autoencoder trained on public images; everything private then happens in its code."""
 
+    LATER: ClassVar = {"flow": "codes"}
     d: Annotated[int, Field(ge=2)] | None = Field(
         default=None, description="numbers in a code (the paper's is 32); left out, the work is done on pixels"
     )
@@ -103,11 +113,17 @@ class Latent(Section):
     radius_quantile: Fraction = Field(
         default=0.99, description="R: this quantile of the public codes' norms; every code is brought within it"
     )
+    flow: Literal["codes", "pixels"] = Field(
+        default="codes",
+        description="what the network makes: codes; or pixels, started and led by decoded draws of what is released "
+        "of codes",
+    )
 
 
 class Net(Section):
     """The dual-stream MM-DiT of the paper's last table, or a convolutional U-Net."""
 
+    LATER: ClassVar = {"kind": "mmdit"}
     kind: Literal["mmdit", "unet"] = Field(
         default="mmdit",
         description="unet: convolutions, width channels at full resolution; sooner crisp on small pictures",
@@ -125,11 +141,6 @@ class Net(Section):
     decoupled: bool = Field(default=False, description="own softmax for captions: a block is F(h) + G(h, e) exactly")
     s: Rate | None = Field(default=None, description="cap on the spectral norm of the map that captions flow in by")
     post_hoc: bool = Field(default=False, description="constraints from after pretraining on: the paper's ablation")
-
-    def identity(self) -> dict[str, Any]:
-        """What it is known by. Kinds came later: the first is not named, so that what was trained before is found."""
-        tree = self.model_dump(mode="json")
-        return {key: value for key, value in tree.items() if (key, value) != ("kind", "mmdit")}
 
     @property
     def while_pretraining(self) -> Net:
@@ -157,6 +168,7 @@ class Net(Section):
 
 
 class Pretrain(Section):
+    LATER: ClassVar = {"t_min": 0.0}
     steps: Steps = 20_000
     batch: Count = 256
     lr: Rate = 1e-4
@@ -165,10 +177,6 @@ class Pretrain(Section):
     t_min: Start = Field(
         default=0.0, description="learn on t in [t_min, 1] alone: for a model that never starts earlier"
     )
-
-    def identity(self) -> dict[str, Any]:
-        """What it is known by. t_min came later: 0 is not named, so that what was trained before is found."""
-        return {key: value for key, value in self.model_dump(mode="json").items() if (key, value) != ("t_min", 0.0)}
 
 
 class Release(Section):

@@ -96,13 +96,13 @@ def _trained(
 def _attacked(inputs: Inputs, planted: Planted, pictures: np.ndarray, shadows: list[Path]) -> Findings:
     section, m = inputs.recipe.audit, inputs.recipe.audit.canaries
     generator = Generator.load(inputs.folder.release, inputs.device)
-    probes = membership.probes(section.draws, inputs.space.shape, inputs.recipe.run.seed, inputs.device)
+    probes = membership.probes(section.draws, inputs.flow.shape, inputs.recipe.run.seed, inputs.device)
 
     def scores_of(net: VelocityNet) -> Scores:
         def scores(z: Tensor, y: Tensor) -> np.ndarray:
             ids = inputs.conditioning.ids(torch.device("cpu"))[y]
             seen = half(net.eval()) if inputs.device.type == "cuda" else net.eval()  # rounding would hide a little
-            return membership.residual_scores(seen, inputs.space.encode(z), ids, probes)
+            return membership.residual_scores(seen, inputs.flow.encode(z), ids, probes)
 
         return scores
 

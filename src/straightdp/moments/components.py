@@ -31,10 +31,10 @@ def split(means: Tensor, covariance: Tensor, k: int) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     roots = vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)
     draws = torch.randn(len(means), DRAWS, means.shape[1], generator=generator, dtype=means.dtype) @ roots.mT
-    return means[:, None] + torch.stack([_k_means(x, k, generator) for x in draws])
+    return means[:, None] + torch.stack([k_means(x, k, generator) for x in draws])
 
 
-def _k_means(x: Tensor, k: int, generator: torch.Generator) -> Tensor:
+def k_means(x: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """k-means++, then Lloyd's iterations. A centre that loses its points goes to 0, the mean of the draws' law."""
     centres, nearest = x[:1], x.new_full((len(x),), torch.inf)
     while len(centres) < k:

@@ -13,14 +13,14 @@ classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from straightdp.flow.path import noise_like, velocity_from_z
+from straightdp.flow.path import back_to, noise_like, velocity_from_z
 from straightdp.moments.basis import Basis
 from straightdp.moments.covariance import project_psd
 
@@ -301,14 +301,9 @@ class MomentModel:
                 shaped[y == k] = white[y == k] @ self.V[k].T
         return mu + shaped + self.floor**0.5 * noise_like(mu, generator)
 
-    def tilted_start(
-        self, y: Tensor, t0: float, generator: torch.Generator, moved: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
-        """x_{t0} ~ N(t0 mu_y, t0^2 Sigma_y + (1 - t0)^2 I), or the mixture of such: where guided sampling begins.
-        `moved` may change z, (n, d), before its noise is added."""
-        z = self.sample(y, generator)
-        z = z if moved is None else moved(z)
-        return t0 * z + (1 - t0) * noise_like(z, generator)
+    def tilted_start(self, y: Tensor, t0: float, generator: torch.Generator) -> Tensor:
+        """x_{t0} ~ N(t0 mu_y, t0^2 Sigma_y + (1 - t0)^2 I), or the mixture of such: where guided sampling begins."""
+        return back_to(self.sample(y, generator), t0, generator)
 
 
 def _along(x: Tensor, t: Tensor, mu: Tensor, V: Tensor) -> Tensor:

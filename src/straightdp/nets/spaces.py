@@ -57,3 +57,10 @@ class Codes:
     def decode(self, z: Tensor) -> Tensor:
         parts = [self.autoencoder.decode(part.to(self.device)) for part in z.split(500)]
         return torch.cat(parts) if parts else torch.zeros(0, *self.image)
+
+
+def flow_of(space: Space) -> Space:
+    """Where the network works beside a release of that space's z: there, or in the pixels that its codes are of."""
+    if isinstance(space, Codes) and space.autoencoder.section.flow == "pixels":
+        return Pixels(space.image)
+    return space

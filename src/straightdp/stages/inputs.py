@@ -24,7 +24,7 @@ from straightdp.folder import RunFolder
 from straightdp.generator import Conditioning, Generator
 from straightdp.moments.text import Featuriser
 from straightdp.nets.backbone import Backbone, OwnNet
-from straightdp.nets.spaces import Pixels, Space
+from straightdp.nets.spaces import Pixels, Space, flow_of
 from straightdp.nets.velocity import VelocityNet
 from straightdp.privacy.intake import Intake
 from straightdp.progress import say, tracker
@@ -48,8 +48,8 @@ class Inputs:
     leak: float | None = None  # of an audit: its noise, as a part of what is declared; None is no audit
     backbone: Backbone = field(default=None)  # type: ignore[assignment]  # left out, a network of our own
     make_generator: Callable[..., Generator] = Generator
-    space: Space = field(init=False)
-    _public_z: Tensor | None = field(default=None, init=False, repr=False)
+    space: Space = field(init=False)  # what is released is of its z
+    _public_z: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.space = Pixels(self.public.shape)
@@ -57,15 +57,29 @@ class Inputs:
         self.backbone = self.backbone or OwnNet(self.recipe.net)
 
     def enter(self, space: Space) -> None:
-        """From here on the flow lives there."""
-        self.space, self._public_z = space, None
+        """From here on records are seen there, and the flow lives there unless it stays in pixels."""
+        self.space = space
+        self._public_z.clear()
+
+    @property
+    def flow(self) -> Space:
+        """Where the network works."""
+        return flow_of(self.space)
 
     @property
     def public_z(self) -> Tensor:
-        """Public records where the flow lives, on the device, kept there."""
-        if self._public_z is None:
-            self._public_z = self.space.encode(self.public.z()).to(self.device)
-        return self._public_z
+        """Public records as private ones are seen, on the device, kept there."""
+        return self._kept("space", self.space)
+
+    @property
+    def public_flow(self) -> Tensor:
+        """Public records where the network works, on the device, kept there."""
+        return self.public_z if self.flow is self.space else self._kept("flow", self.flow)
+
+    def _kept(self, name: str, space: Space) -> Tensor:
+        if name not in self._public_z:
+            self._public_z[name] = space.encode(self.public.z()).to(self.device)
+        return self._public_z[name]
 
     @property
     def public_labels(self) -> Tensor:
@@ -73,7 +87,7 @@ class Inputs:
         return torch.from_numpy(self.public.labels).unique(return_inverse=True)[1]
 
     def new_net(self) -> VelocityNet:
-        return self.backbone.new_net(self.space.shape, self.recipe.run.seed).to(self.device)
+        return self.backbone.new_net(self.flow.shape, self.recipe.run.seed).to(self.device)
 
     def load_net(self, path: Path) -> VelocityNet:
         from safetensors.torch import load_file
@@ -105,8 +119,11 @@ def public_key(inputs: Inputs, name: str) -> str:
     settings: dict[str, Any] = {part: getattr(recipe, part).model_dump(mode="json") for part in sections}
     if name == "pretrain":
         settings |= {"net": recipe.net.while_pretraining.identity(), "pretrain": recipe.pretrain.identity()}
+    if name == "autoencode":
+        del settings["latent"]["flow"]  # which comes after it
     settings["seed"] = recipe.run.seed
-    codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.d is not None else ""
+    learns_codes = name == "pretrain" and recipe.latent.d is not None and recipe.latent.flow == "codes"
+    codes = file_hash(inputs.folder.autoencoder) if learns_codes else ""
     about = (
         __version__,
         json.dumps(settings, sort_keys=True),

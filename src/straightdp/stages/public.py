@@ -104,15 +104,13 @@ def pretrain(inputs: Inputs, out: Path) -> None:
 def _pretrained_net(inputs: Inputs) -> VelocityNet:
     """As it is while it pretrains; its parameters are those of the network that goes on from it."""
     return (
-        OwnNet(inputs.recipe.net.while_pretraining)
-        .new_net(inputs.space.shape, inputs.recipe.run.seed)
-        .to(inputs.device)
+        OwnNet(inputs.recipe.net.while_pretraining).new_net(inputs.flow.shape, inputs.recipe.run.seed).to(inputs.device)
     )
 
 
 def _public_batch(inputs: Inputs, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(x_t, t, captions, target velocity) of n public records; a caption is dropped with p_uncond."""
-    z, device, section = inputs.public_z, inputs.device, inputs.recipe.pretrain
+    z, device, section = inputs.public_flow, inputs.device, inputs.recipe.pretrain
     rows = torch.randint(len(z), (n,), generator=generator, device=device)
     t = uniform_times(n, section.t_min, 1.0, generator, device)
     xi = noise_like(z[rows], generator)

@@ -1,0 +1,60 @@
+"""Moments of codes, seen as pictures: mixtures of Gaussians fitted to what a decoder makes of a release's own draws.
+
+Where the network works in pixels beside a release of codes (`latent.flow = "pixels"`), these lead it on. All here is
+post-processing of the release, done anew from a fixed seed wherever it is drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from straightdp.moments.basis import Basis, fit_basis
+from straightdp.moments.components import k_means
+from straightdp.moments.covariance import project_psd
+from straightdp.moments.field import MomentModel
+from straightdp.recipe import Release
+
+DRAWS, SEEN = 3_000, 4_000  # of each class; of all classes together, for the directions
+GAUSSIANS, FEATURES = 16, 128
+
+Decode = Callable[[Tensor], Tensor]
+"""Codes (n, d) to pictures in [-1, 1], (n, C, H, W)."""
+
+
+def decoded(moments: MomentModel, decode: Decode) -> MomentModel:
+    """As many classes as the release has, GAUSSIANS each, on the device of `moments`; beside it the public records as
+    one Gaussian of decoded draws too, if the release knows them: so what a decoder blurs is blurred in both."""
+    device, crowd, moments = moments.mu.device, moments.crowd, moments.to(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    classes = len(moments.mu)
+
+    def pictures(model: MomentModel, label: int, n: int) -> Tensor:
+        y = torch.full((n,), label)
+        return decode(model.sample(y, generator)).flatten(1).double().cpu()
+
+    some = torch.cat([pictures(moments, label, -(-SEEN // classes)) for label in range(classes)])
+    section = Release(features=min(FEATURES, len(some) - 1, some.shape[1]))
+    basis = fit_basis(some, torch.zeros(len(some), dtype=torch.int64), section)
+    fitted = [_fit(basis.features(pictures(moments, k, DRAWS)), GAUSSIANS, generator) for k in range(classes)]
+    found = _model(basis, fitted, moments.prior.double(), moments.floor)
+    if crowd is not None:
+        public = basis.features(pictures(crowd.to(torch.device("cpu")), 0, DRAWS))
+        found = found.beside(_model(basis, [_fit(public, 1, generator)], torch.ones(1).double(), moments.floor))
+    return found.to(device)
+
+
+def _fit(f: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Of features (n, p): centres (k, p), their shares, and one covariance around them."""
+    centres = k_means(f, k, generator)
+    place = torch.cdist(f, centres).argmin(dim=1)
+    share = torch.bincount(place, minlength=k).double().clamp_min(1e-6)
+    residual = f - centres[place]
+    return centres, share / share.sum(), project_psd(residual.T @ residual / len(f))
+
+
+def _model(basis: Basis, fitted: list[tuple[Tensor, Tensor, Tensor]], prior: Tensor, floor: float) -> MomentModel:
+    centres, shares, spread = (torch.stack(parts) for parts in zip(*fitted, strict=True))
+    return MomentModel.from_features(basis, centres, spread, prior, len(basis.P), floor, shares)
