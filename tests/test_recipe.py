@@ -338,7 +338,12 @@ def test_the_digest_hears_all_that_decides_the_model(dotted, scratch):
     needed = {  # beside it
         "sd3.model": {"image": {"channels": 3, "size": 32}},
         "pretrain.t_min": {"sample": {"port": "release"}},
-        "latent.flow": {"latent": {"d": 32}, "distill": {"steps": 0}, "dpsgd": {"steps": 0}},
+        "latent.flow": {
+            "latent": {"d": 32},
+            "distill": {"steps": 0},
+            "dpsgd": {"steps": 0},
+            "sample": {"port": "guide"},
+        },
     }
     others = needed.get(dotted, {})
     changed = parse(others | {section: others.get(section, {}) | {key: OTHER[section][key]}})

@@ -119,8 +119,8 @@ def damaged(release: Path, error: Exception) -> BadInput:
 
 @dataclass
 class Generator:
-    """`space` says what the release's z are, and so what the network's are; left out, pixels. It knows times from
-    `learned_from` on."""
+    """`space` says what the release's z are; left out, pixels. The network's are of the same space, unless they are
+    pixels beside a release of codes. It knows times from `learned_from` on."""
 
     net: VelocityNet
     conditioning: Conditioning
@@ -252,9 +252,7 @@ class Generator:
             speed = "plain"
         network = Compiled(half(self.net), speed=speed)
         moments = None if self.moments is None else self._tilted(self.moments, section.tilt, seed)
-        leads = moments if section.pull and section.port in ("guide", "elected") else None
-        if leads is not None and self._flow is not self._space:
-            leads = decoded(leads, self._pictures)
+        leads = self._leading(moments, section) if len(y) else None
         starts = list(range(0, len(y), section.batch))
         pieces = []
         for k in track(range(len(starts)), 0, len(starts)):
@@ -284,6 +282,17 @@ class Generator:
         if not jittered and self._flow is self._space:
             return z.reshape(len(y), *self.net.shape)
         return self._flow.encode(jitter(self._pictures(z), jittered, generator)).to(z)
+
+    def _leading(self, moments: MomentModel | None, section: Sample) -> MomentModel | None:
+        """The moments that lead draws on after their start, of what the network's z are."""
+        if moments is None or not section.pull or section.port not in ("guide", "elected"):
+            return None
+        if moments.crowd is None:
+            raise BadInput(
+                "sample.pull needs the public set's moments beside the released ones, and this release, of an earlier "
+                "version, has none; set sample.pull=0"
+            )
+        return moments if self._flow is self._space else decoded(moments, self._pictures)
 
     def _batch(
         self,
@@ -322,11 +331,7 @@ def levelled(images: Tensor, part: float) -> Tensor:
 def _led_on(field: Field, moments: MomentModel, y: Tensor, section: Sample) -> Field:
     """The field, led towards the released moments of classes y and away from the public ones."""
     crowd = moments.crowd
-    if crowd is None:
-        raise BadInput(
-            "sample.pull needs the public set's moments beside the released ones, and this release, of an earlier "
-            "version, has none; set sample.pull=0"
-        )
+    assert crowd is not None  # `_leading` has seen it
 
     def towards(x: Tensor, t: Tensor) -> Tensor:
         return moments.velocity(x, t, y)

@@ -293,7 +293,9 @@ def _stages(folder: RunFolder, key: str) -> Callable[[str, list[Path], Callable[
 
 def _later_key(inputs: Inputs) -> str:
     """Of every stage from pretraining on."""
-    seen = (public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer))
+    seen = [public_key(inputs, "pretrain"), repr(inputs.conditioning.tokenizer)]
+    if inputs.recipe.latent.flow == "pixels":  # else the network's key has seen it
+        seen.append(file_hash(inputs.folder.autoencoder))
     return _key(inputs.recipe.digest(), *seen, repr(inputs.leak))
 
 

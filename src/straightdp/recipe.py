@@ -57,8 +57,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _spends_something(self) -> Recipe:
         if self.run.method in RIVALS:
-            if self.latent.d is not None:
-                raise ValueError(f"run.method = {self.run.method!r} works on pixels: leave latent.d out")
+            if self.latent.d is not None or self.latent.flow != "codes":
+                raise ValueError(f"run.method = {self.run.method!r} works on pixels: leave latent.d and flow out")
             if self.private.slots:
                 raise ValueError(f"run.method = {self.run.method!r} knows classes alone: leave private.slots out")
             if self.sample.port != "weights":
@@ -131,8 +131,13 @@ class Recipe(Section):
                 f"{said} keeps private records, which are seen as codes, from the network: set distill.steps = 0 and "
                 "dpsgd.steps = 0"
             )
-        if self.sample.t0 == "plateau":
-            raise ValueError(f"{said}: a plateau is found where network and moments are of one kind; set sample.t0")
+        if self.sample.port == "weights":
+            raise ValueError(f"{said} leaves the network without any idea of the release: set sample.port = 'guide'")
+        if self.sample.port == "guide" and self.sample.t0 == "plateau":
+            raise ValueError(
+                f"{said} has no plateau, which is found where network and moments are of one kind: set sample.t0 to a "
+                "number"
+            )
 
     def _can_find_labels(self) -> None:
         if self.release.weight == 0 and self.release.sigma is None:

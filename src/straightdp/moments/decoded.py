@@ -22,6 +22,8 @@ GAUSSIANS, FEATURES = 16, 128
 
 Decode = Callable[[Tensor], Tensor]
 """Codes (n, d) to pictures in [-1, 1], (n, C, H, W)."""
+Fit = tuple[Tensor, Tensor, Tensor]
+"""Centres (k, p), their shares, and one covariance around them."""
 
 
 def decoded(moments: MomentModel, decode: Decode) -> MomentModel:
@@ -38,7 +40,11 @@ def decoded(moments: MomentModel, decode: Decode) -> MomentModel:
     some = torch.cat([pictures(moments, label, -(-SEEN // classes)) for label in range(classes)])
     section = Release(features=min(FEATURES, len(some) - 1, some.shape[1]))
     basis = fit_basis(some, torch.zeros(len(some), dtype=torch.int64), section)
-    fitted = [_fit(basis.features(pictures(moments, k, DRAWS)), GAUSSIANS, generator) for k in range(classes)]
+    known: dict[bytes, Fit] = {}  # captions of one class have the same moments
+    for k in range(classes):
+        if (key := _row(moments, k)) not in known:
+            known[key] = _fit(basis.features(pictures(moments, k, DRAWS)), GAUSSIANS, generator)
+    fitted = [known[_row(moments, k)] for k in range(classes)]
     found = _model(basis, fitted, moments.prior.double(), moments.floor)
     if crowd is not None:
         public = basis.features(pictures(crowd.to(torch.device("cpu")), 0, DRAWS))
@@ -46,15 +52,24 @@ def decoded(moments: MomentModel, decode: Decode) -> MomentModel:
     return found.to(device)
 
 
-def _fit(f: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Of features (n, p): centres (k, p), their shares, and one covariance around them."""
-    centres = k_means(f, k, generator)
+def _row(moments: MomentModel, k: int) -> bytes:
+    """All that draws of class k hang on."""
+    own = 0 if len(moments.V) == 1 else k
+    parts = [moments.means[k], moments.V[own], moments.lam[own]]
+    parts += [] if moments.weights is None else [moments.weights[k]]
+    return b"".join(part.numpy().tobytes() for part in parts)
+
+
+def _fit(f: Tensor, k: int, generator: torch.Generator) -> Fit:
+    """Of features (n, p). A centre that lost its points stands at their mean, with next to no share."""
+    middle = f.mean(dim=0)
+    centres = middle + k_means(f - middle, k, generator)
     place = torch.cdist(f, centres).argmin(dim=1)
     share = torch.bincount(place, minlength=k).double().clamp_min(1e-6)
     residual = f - centres[place]
     return centres, share / share.sum(), project_psd(residual.T @ residual / len(f))
 
 
-def _model(basis: Basis, fitted: list[tuple[Tensor, Tensor, Tensor]], prior: Tensor, floor: float) -> MomentModel:
+def _model(basis: Basis, fitted: list[Fit], prior: Tensor, floor: float) -> MomentModel:
     centres, shares, spread = (torch.stack(parts) for parts in zip(*fitted, strict=True))
     return MomentModel.from_features(basis, centres, spread, prior, len(basis.P), floor, shares)

@@ -1,4 +1,4 @@
-"""Where the flow lives: in pixels, or in the code of a frozen public autoencoder. z is a point of that space."""
+"""Where records are seen: in pixels, or in the code of a frozen public autoencoder. z is a point of that space."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Codes:
 
 
 def flow_of(space: Space) -> Space:
-    """Where the network works beside a release of that space's z: there, or in the pixels that its codes are of."""
+    """Where the network works beside a release of that space's z: there too, or in the pixels that its codes are of."""
     if isinstance(space, Codes) and space.autoencoder.section.flow == "pixels":
         return Pixels(space.image)
     return space

@@ -209,7 +209,7 @@ class Vault:
         return MicroBatch(to_z(x[index]), captions[index], mask.to(device, non_blocking=True), draws)
 
     def __z(self) -> torch.Tensor:
-        """All records where the flow lives, made once."""
+        """All records as the release and the network see them, made once."""
         if isinstance(self.__space, Pixels):
             return self.__records.z()
         if self.__codes is None:
