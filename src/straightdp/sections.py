@@ -119,6 +119,11 @@ class Latent(Section):
         "of codes",
     )
 
+    @property
+    def is_flow(self) -> bool:
+        """Whether the network works in codes."""
+        return self.d is not None and self.flow == "codes"
+
 
 class Net(Section):
     """The dual-stream MM-DiT of the paper's last table, or a convolutional U-Net."""

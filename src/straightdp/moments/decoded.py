@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from straightdp.moments.basis import Basis, fit_basis
+from straightdp.moments.basis import fit_basis
 from straightdp.moments.components import k_means
-from straightdp.moments.covariance import project_psd
 from straightdp.moments.field import MomentModel
+from straightdp.moments.horizon import public_moments
 from straightdp.recipe import Release
 
 DRAWS, SEEN = 3_000, 4_000  # of each class; of all classes together, for the directions
@@ -28,7 +28,7 @@ Fit = tuple[Tensor, Tensor, Tensor]
 
 def decoded(moments: MomentModel, decode: Decode) -> MomentModel:
     """As many classes as the release has, GAUSSIANS each, on the device of `moments`; beside it the public records as
-    one Gaussian of decoded draws too, if the release knows them: so what a decoder blurs is blurred in both."""
+    one Gaussian of decoded draws too, if the release knows them: pictures of them it does not hold."""
     device, crowd, moments = moments.mu.device, moments.crowd, moments.to(torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     classes = len(moments.mu)
@@ -38,17 +38,19 @@ def decoded(moments: MomentModel, decode: Decode) -> MomentModel:
         return decode(model.sample(y, generator)).flatten(1).double().cpu()
 
     some = torch.cat([pictures(moments, label, -(-SEEN // classes)) for label in range(classes)])
-    section = Release(features=min(FEATURES, len(some) - 1, some.shape[1]))
+    p = min(FEATURES, len(some) - 1, some.shape[1])
+    section = Release(features=p, rank=p, floor=moments.floor)
     basis = fit_basis(some, torch.zeros(len(some), dtype=torch.int64), section)
     known: dict[bytes, Fit] = {}  # captions of one class have the same moments
     for k in range(classes):
         if (key := _row(moments, k)) not in known:
             known[key] = _fit(basis.features(pictures(moments, k, DRAWS)), GAUSSIANS, generator)
-    fitted = [known[_row(moments, k)] for k in range(classes)]
-    found = _model(basis, fitted, moments.prior.double(), moments.floor)
+    fitted = zip(*(known[_row(moments, k)] for k in range(classes)), strict=True)
+    centres, shares, spread = (torch.stack(parts) for parts in fitted)
+    found = MomentModel.from_features(basis, centres, spread, moments.prior.double(), p, moments.floor, shares)
     if crowd is not None:
-        public = basis.features(pictures(crowd.to(torch.device("cpu")), 0, DRAWS))
-        found = found.beside(_model(basis, [_fit(public, 1, generator)], torch.ones(1).double(), moments.floor))
+        public = pictures(crowd.to(torch.device("cpu")), 0, DRAWS)
+        found = found.beside(public_moments(public, torch.zeros(DRAWS, dtype=torch.int64), basis, section))
     return found.to(device)
 
 
@@ -67,9 +69,4 @@ def _fit(f: Tensor, k: int, generator: torch.Generator) -> Fit:
     place = torch.cdist(f, centres).argmin(dim=1)
     share = torch.bincount(place, minlength=k).double().clamp_min(1e-6)
     residual = f - centres[place]
-    return centres, share / share.sum(), project_psd(residual.T @ residual / len(f))
-
-
-def _model(basis: Basis, fitted: list[Fit], prior: Tensor, floor: float) -> MomentModel:
-    centres, shares, spread = (torch.stack(parts) for parts in zip(*fitted, strict=True))
-    return MomentModel.from_features(basis, centres, spread, prior, len(basis.P), floor, shares)
+    return centres, share / share.sum(), residual.T @ residual / len(f)

@@ -90,7 +90,7 @@ def _check_shape(recipe: Recipe, public: Records) -> None:
     side, shape = public.shape[1], public.shape
     if recipe.latent.d is not None:
         shape = code_shape(recipe.latent.d, side)
-    in_codes = recipe.latent.d is not None and recipe.latent.flow == "codes"
+    in_codes = recipe.latent.is_flow
     if recipe.net.kind == "mmdit" and (shape[1] if in_codes else side) % recipe.net.patch:
         where = f"codes of {shape[1]} x {shape[1]}" if in_codes else f"images of {side} pixels"
         raise BadInput(f"{where} do not divide into patches of {recipe.net.patch}; set net.patch")

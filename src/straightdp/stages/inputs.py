@@ -122,8 +122,7 @@ def public_key(inputs: Inputs, name: str) -> str:
     if name == "autoencode":
         del settings["latent"]["flow"]  # which comes after it
     settings["seed"] = recipe.run.seed
-    learns_codes = name == "pretrain" and recipe.latent.d is not None and recipe.latent.flow == "codes"
-    codes = file_hash(inputs.folder.autoencoder) if learns_codes else ""
+    codes = file_hash(inputs.folder.autoencoder) if name == "pretrain" and recipe.latent.is_flow else ""
     about = (
         __version__,
         json.dumps(settings, sort_keys=True),
