@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import straightdp.generator
+import straightdp.progress
 from straightdp.cli import main
 from straightdp.errors import BadInput
 from straightdp.generator import Conditioning, Generator, synthesise
@@ -51,6 +52,14 @@ def test_a_picture_is_called_what_it_shows_whatever_was_asked_for():
     assert torch.equal(found, generator.named(images, asked, FOUND, 3)), "the same seed, the same names"
     assert generator.named(images, asked, Sample(), 3) is asked
     assert len(generator.named(images[:0], asked[:0], FOUND, 3)) == 0
+
+
+def test_looking_for_names_says_how_far_it_is(monkeypatch, capsys):
+    """Where pictures are decoded it takes minutes."""
+    monkeypatch.setattr(straightdp.progress, "LINE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(straightdp.generator, "LESSONS", 2)
+    synthesise(release(), 3, FOUND.model_copy(update={"steps": 1}), 0, CPU, speed="plain")
+    assert "names: 5/5" in capsys.readouterr().err
 
 
 def test_classifiers_are_asked_together(monkeypatch):

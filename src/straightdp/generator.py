@@ -26,7 +26,7 @@ from straightdp.nets.captions import CaptionIds, Tokenizer
 from straightdp.nets.classifiers import SMALLEST, LeNet, Shares, fit_shares
 from straightdp.nets.spaces import Codes, Pixels, Space, flow_of
 from straightdp.nets.velocity import VelocityNet
-from straightdp.progress import tracker
+from straightdp.progress import Track, quiet, tracker
 from straightdp.recipe import RIVALS, Latent, Net, Sample
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def synthesise(
     generator.check(section)
     asked = generator.prompts(n, device)
     images = generator.draw(asked, section, seed, tracker("sample"), speed=speed)
-    return images, generator.named(images, asked, section, seed)
+    return images, generator.named(images, asked, section, seed, tracker("names"))
 
 
 def damaged(release: Path, error: Exception) -> BadInput:
@@ -207,17 +207,19 @@ class Generator:
         counts[(exact - counts).argsort(descending=True)[: n - int(counts.sum())]] += 1
         return torch.repeat_interleave(torch.arange(classes), counts).to(device)
 
-    def named(self, images: Tensor, y: Tensor, section: Sample, seed: int) -> Tensor:
+    def named(self, images: Tensor, y: Tensor, section: Sample, seed: int, track: Track = quiet) -> Tensor:
         """Of images drawn under captions y, the captions that they are published under."""
         self.check(section)
         if section.labels == "asked" or self.moments is None or not len(images):
             return y
-        find = self._classifiers(self._tilted(self.moments, section.tilt, seed), section, seed, y.device)
+        find = self._classifiers(self._tilted(self.moments, section.tilt, seed), section, seed, y.device, track)
         return torch.cat(
             [torch.stack([one(part) for one in find]).sum(dim=0).argmax(dim=1) for part in images.split(1000)]
         )
 
-    def _classifiers(self, moments: MomentModel, section: Sample, seed: int, device: torch.device) -> list[Shares]:
+    def _classifiers(
+        self, moments: MomentModel, section: Sample, seed: int, device: torch.device, track: Track
+    ) -> list[Shares]:
         """They learn captions from the release's own draws, moved like all draws: nothing private is asked."""
         prior = moments.prior.to(device)
 
@@ -226,7 +228,8 @@ class Generator:
             return jitter(self._pictures(moments.sample(y, generator)), section.jitter, generator), y
 
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-            seeds = (step_generator(seed, "names", k, device).initial_seed() for k in range(NAMERS))
+            every = track(range(NAMERS), 0, NAMERS)
+            seeds = (step_generator(seed, "names", k, device).initial_seed() for k in every)
             return [fit_shares(lambda: LeNet(self.image, len(prior)), batch, LESSONS, own, device) for own in seeds]
 
     def check(self, section: Sample) -> None:

@@ -15,6 +15,7 @@ from straightdp.errors import BadInput
 from straightdp.flow.fit import step_generator
 from straightdp.generator import Conditioning, damaged
 from straightdp.nets.captions import Tokenizer
+from straightdp.progress import Track, quiet
 from straightdp.recipe import Rival, Sample
 from straightdp.rivals import matching
 
@@ -78,7 +79,7 @@ class RivalGenerator:
         """n classes in equal parts, sorted: nothing of their proportions is released."""
         return (torch.arange(n, device=device) * len(self.conditioning.classes)) // max(n, 1)
 
-    def named(self, images: Tensor, y: Tensor, section: Sample, seed: int) -> Tensor:
+    def named(self, images: Tensor, y: Tensor, section: Sample, seed: int, track: Track = quiet) -> Tensor:
         """The classes y that the images were drawn under."""
         return y
 

@@ -50,7 +50,7 @@ def propose(inputs: Inputs, out: Path) -> None:
     classes, seed = len(inputs.conditioning.captions), inputs.recipe.run.seed
     asked = torch.arange(classes, device=inputs.device).repeat_interleave(DRAWN * wanted)
     images = generator.draw(asked, section, seed, tracker("candidates"), speed=inputs.speed)
-    found = generator.named(images, asked, section, seed).cpu()
+    found = generator.named(images, asked, section, seed, tracker("names")).cpu()
     pixels, asked = torch.from_numpy(to_pixels(images)), asked.cpu()
     chosen = []
     for label in range(classes):
